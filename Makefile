@@ -1,0 +1,72 @@
+# Two commands do all the set-up on a fresh machine: `make replay` and `make test`.
+#
+#   PYTHON=python3.12        the interpreter that a new virtual environment is made from;
+#                            after `make clean`, if there is one already
+#   ARGS="..."               appended to the command that the target runs
+#   CONSTRAINTS=FILE         a pip constraints file for what is installed
+#   TORCH=1                  installs torch for the tests that exchange tensors with it
+
+PYTHON ?= python3
+ARGS ?=
+CONSTRAINTS ?=
+TORCH ?=
+REPLAY_DEFAULTS ?= --limit 1000
+
+VENV := .venv
+VENV_TEST := .venv-test
+
+comma := ,
+PIP_FLAGS := --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+
+# A stamp says what was installed, so that another choice of TORCH or CONSTRAINTS installs again.
+flavour = $(if $(CONSTRAINTS),-$(subst /,_,$(CONSTRAINTS)))
+RUN_STAMP := $(VENV)/.installed$(flavour)
+TEST_STAMP := $(VENV_TEST)/.installed-test$(if $(TORCH),-torch)$(flavour)
+LINT_STAMP := $(VENV_TEST)/.installed-lint$(flavour)
+METADATA := setup.py pyproject.toml sgalloc/_version.py $(CONSTRAINTS)
+
+# A virtual environment that could not be finished is not taken for one next time.
+.DELETE_ON_ERROR:
+
+.PHONY: help replay test lint bench clean
+
+help:
+	@echo "make replay   run the allocator under generated traffic (ARGS=\"--help\" lists the options)"
+	@echo "make test     run the tests (TORCH=1: those with torch too)"
+	@echo "make lint     ruff and mypy"
+	@echo "make bench    host benchmarks"
+	@echo "make clean    remove the virtual environments and everything built"
+
+replay: $(RUN_STAMP)
+	$(VENV)/bin/sgalloc replay $(REPLAY_DEFAULTS) $(ARGS)
+
+bench: $(RUN_STAMP)
+	$(VENV)/bin/python -m profiling.bench_host $(ARGS)
+
+test: $(TEST_STAMP)
+	$(VENV_TEST)/bin/python -m pytest $(ARGS)
+
+lint: $(LINT_STAMP)
+	$(VENV_TEST)/bin/ruff check .
+	$(VENV_TEST)/bin/ruff format --check .
+	$(VENV_TEST)/bin/mypy
+
+clean:
+	rm -rf $(VENV) $(VENV_TEST) build dist *.egg-info
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+%/bin/python:
+	$(PYTHON) -m venv $*
+
+$(RUN_STAMP): $(METADATA) | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable ".[cli,report]"
+	@touch $@
+
+$(TEST_STAMP): $(METADATA) | $(VENV_TEST)/bin/python
+	$(VENV_TEST)/bin/python -m pip install $(PIP_FLAGS) --editable ".[test$(if $(TORCH),$(comma)torch)]"
+	@touch $@
+
+$(LINT_STAMP): $(METADATA) | $(VENV_TEST)/bin/python
+	$(VENV_TEST)/bin/python -m pip install $(PIP_FLAGS) --editable ".[test,dev]"
+	@touch $@

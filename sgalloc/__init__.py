@@ -1,0 +1,46 @@
+"""sgalloc: which slots of the KV pool every request holds, decided on the host."""
+
+from __future__ import annotations
+
+from sgalloc import retraction, sizing
+from sgalloc._version import __version__
+from sgalloc.allocator import KVAllocator
+from sgalloc.contiguity import Runs
+from sgalloc.errors import (
+    AllocError,
+    CommitPastExtent,
+    InsideSharedPage,
+    LawViolation,
+    OutOfPages,
+    OutOfRows,
+    RowTooNarrow,
+    StaleHandle,
+    StalePlan,
+    WrongState,
+)
+from sgalloc.ledger import Batch
+from sgalloc.plan import Plan
+from sgalloc.prefix import Match
+from sgalloc.stats import Stats
+
+__all__ = [
+    "AllocError",
+    "Batch",
+    "CommitPastExtent",
+    "InsideSharedPage",
+    "KVAllocator",
+    "LawViolation",
+    "Match",
+    "OutOfPages",
+    "OutOfRows",
+    "Plan",
+    "RowTooNarrow",
+    "Runs",
+    "StaleHandle",
+    "StalePlan",
+    "Stats",
+    "WrongState",
+    "__version__",
+    "retraction",
+    "sizing",
+]

@@ -1,0 +1,254 @@
+"""The prefix cache as callers see it: match, open with a prefix, publish, and release into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from sgalloc.errors import InsideSharedPage, RowTooNarrow, StalePlan
+from sgalloc.inputs import Int64, int64_array
+from sgalloc.ledger import Ledger
+from sgalloc.pages import CACHED, WAITING, PagePool
+from sgalloc.prefix import Match, Node, RadixTree
+
+if TYPE_CHECKING:
+    from sgalloc.device import Device
+    from sgalloc.quarantine import Quarantine
+
+
+class Prepared(NamedTuple):
+    """A request whose whole pages are about to enter the tree."""
+
+    row: int
+    tokens: Int64
+    pages: int
+
+
+class PrefixCache:
+    """`KVAllocator.prefix`: whole pages of finished and running requests, shared by content."""
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        ledger: Ledger,
+        pool: PagePool,
+        device: Device,
+        quarantine: Quarantine,
+    ) -> None:
+        self.tree = tree
+        self.holds: dict[int, Node] = {}
+        self._ledger = ledger
+        self._pool = pool
+        self._device = device
+        self._quarantine = quarantine
+
+    # -- public ----------------------------------------------------------------------------
+
+    def match(self, tokens: Any, namespace: Any = None) -> Match:
+        """The longest cached prefix of ``tokens`` in whole pages; a use of it.
+
+        Args:
+            tokens: token ids, flat; int64 is enough for any of them.
+            namespace: None, an int, a str or bytes; prefixes of others are not seen.
+
+        Returns:
+            Match with ``length`` (tokens) and ``pages`` (ids, int32), for `open_with_prefix`.
+        """
+        ids = int64_array(tokens, "tokens")
+        name = checked_namespace(namespace)
+        whole = ids.size // self._ledger.page_size * self._ledger.page_size
+        self.tree.tick()
+        node, matched = self.tree.match(name, np.ascontiguousarray(ids[:whole]))
+        pages = self.tree.pages_to(node)
+        return Match(self.tree, node, matched * self._ledger.page_size, pages, namespace)
+
+    def publish(self, x: Any, tokens: Any, after: Any = None) -> None:
+        """Enter the settled whole pages of running requests, which go on with the tree's pages.
+
+        Args:
+            x: a batch, handles or a handle.
+            tokens: the token ids of each request, one sequence per request (or one flat
+                sequence for a single handle). Whole pages within min(C, known ids) enter.
+            after: an event behind which pages given up for the tree's twins are freed.
+
+        Raises:
+            ValueError: the ids differ from the prefix that a request was opened with.
+        """
+        prepared = self.prepare(self._ledger.rows_of(x), tokens, single=np.ndim(x) == 0)
+        event = self._quarantine.pending(after)
+        self._quarantine.settle()
+        self.tree.tick()
+        for one in prepared:
+            self._publish(one, event)
+
+    # -- for the allocator -----------------------------------------------------------------
+
+    def prepare(self, rows: Int64, tokens: Any, single: bool = False) -> list[Prepared]:
+        """What of each request can enter the tree. Changes nothing.
+
+        Raises:
+            TypeError, ValueError: bad tokens, or others than the request was opened with.
+        """
+        size = self._ledger.page_size
+        prepared = []
+        for row, ids in zip(rows.tolist(), _sequences(tokens, rows.size, single), strict=True):
+            if ids is None:
+                continue
+            known = int64_array(ids, "tokens")
+            pages = min(int(self._ledger.committed[row]), known.size) // size
+            whole = np.ascontiguousarray(known[: pages * size])
+            shared = min(int(self._ledger.shared[row]), pages)
+            if shared:
+                matched = self.tree.common(self._ledger.namespace.get(row), whole)[1]
+                if matched < shared:
+                    raise ValueError(
+                        f"tokens of row {row} differ from its shared prefix on page {matched} "
+                        f"(positions {matched * size}..{(matched + 1) * size - 1}): "
+                        "pass the ids that the request was opened with"
+                    )
+            prepared.append(Prepared(row, whole, pages))
+        return prepared
+
+    def enter(self, one: Prepared) -> tuple[Node | None, int]:
+        """Put the pages of one request into the tree.
+
+        Returns:
+            The node that ends where they do, and how many were known before: the request's
+            own pages below that number are duplicates, unless shared already.
+        """
+        ledger = self._ledger
+        pages = ledger.pages[one.row, : one.pages]
+        node, matched = self.tree.insert(ledger.namespace.get(one.row), one.tokens, pages)
+        self._pool.hand_over(pages[matched:], one.row, CACHED)
+        return node, matched
+
+    def open_with(self, matches: Sequence[Match]) -> Int64:
+        """Rows whose first pages are those of ``matches``, locked; their handles, int64.
+
+        Raises:
+            StalePlan: a page of a match was evicted.
+            RowTooNarrow: a match is longer than a row.
+            OutOfRows: too few rows.
+        """
+        ledger = self._ledger
+        nodes = [match.node_in(self.tree) for match in matches]
+        for match in matches:
+            if match.evicted:
+                raise StalePlan(
+                    f"a page of this match of {match.length} tokens was evicted since: match again"
+                )
+            if match.pages.size > ledger.row_pages:
+                raise RowTooNarrow(0, match.length, ledger.row_width)
+        rows = ledger.next_rows(len(matches)).tolist()
+        for row, match in zip(rows, matches, strict=True):
+            if match.length:
+                self._device.rewrite(row, 0, match.pages)
+        handles = ledger.open(len(matches))
+        self.tree.tick()
+        for row, match, node in zip(rows, matches, nodes, strict=True):
+            if match.namespace is not None:
+                ledger.namespace[row] = match.namespace
+            if node is None:
+                continue
+            self.tree.lock(node)
+            self.tree.touch(node)
+            self.holds[row] = node
+            ledger.adopt(row, match.pages)
+        return handles
+
+    def drop(self, rows: Int64) -> list[Node]:
+        """Forget what ``rows`` hold; the nodes whose locks the caller now owns."""
+        if not self.holds:
+            return []
+        held = [self.holds.pop(row, None) for row in rows.tolist()]
+        return [node for node in held if node is not None]
+
+    def unlocked_by(self, rows: Int64) -> int:
+        """Cached pages that would become evictable if ``rows`` were released."""
+        return self.tree.unlocked_by(
+            [self.holds[row] for row in rows.tolist() if row in self.holds]
+        )
+
+    def shorten(self, row: int, pages: int) -> Node:
+        """Let ``row`` hold only its first ``pages`` pages; the node whose lock is left over."""
+        old = self.holds.pop(row)
+        self._hold(row, self.tree.ancestor(old, pages))
+        return old
+
+    def check_trim(self, rows: Int64, lengths: Int64) -> None:
+        """Refuse to cut inside a shared page.
+
+        Raises:
+            InsideSharedPage: naming the nearest page edges.
+        """
+        size = self._ledger.page_size
+        inside = (lengths < self._ledger.shared.take(rows) * size) & (lengths % size != 0)
+        bad = inside.nonzero()[0]
+        if bad.size:
+            row, length = int(rows[bad[0]]), int(lengths[bad[0]])
+            edge = length // size * size
+            raise InsideSharedPage(
+                f"row {row} cannot be trimmed to {length} tokens, inside a page shared with the "
+                f"prefix cache: trim to the page edge {edge} (or {edge + size})"
+            )
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _publish(self, one: Prepared, event: Any) -> None:
+        ledger, row = self._ledger, one.row
+        shared = int(ledger.shared[row])
+        if one.pages <= shared:
+            if one.pages:
+                self.tree.match(ledger.namespace.get(row), one.tokens)
+            return
+        node, matched = self.enter(one)
+        assert node is not None
+        old = self.holds.pop(row, None)
+        self._hold(row, node)
+        if old is not None:
+            self.tree.unlock(old)
+        duplicates = ledger.pages[row, shared:matched].copy() if matched > shared else None
+        if duplicates is None:
+            ledger.share(row, one.pages)
+            return
+        pages = self.tree.pages_to(node)
+        self._device.rewrite(row, shared, pages[shared:matched])
+        ledger.share(row, one.pages, pages)
+        if event is None:
+            self._pool.give(duplicates, row)
+        else:
+            self._pool.hand_over(duplicates, row, WAITING)
+            self._quarantine.add(event, duplicates, np.empty(0, np.int64), [])
+
+    def _hold(self, row: int, node: Node | None) -> None:
+        if node is not None:
+            self.tree.lock(node)
+            self.holds[row] = node
+
+
+def checked_namespace(namespace: Any) -> Any:
+    """``namespace`` if it can be one.
+
+    Raises:
+        TypeError: neither None, an int, a str nor bytes.
+    """
+    if namespace is None or type(namespace) in (int, str, bytes):
+        return namespace
+    if isinstance(namespace, np.integer):
+        return int(namespace)
+    raise TypeError(f"namespace must be None, an int, a str or bytes, got {namespace!r}")
+
+
+def _sequences(tokens: Any, n: int, single: bool) -> Sequence[Any]:
+    """``tokens`` as one sequence per request."""
+    if not hasattr(tokens, "__len__"):
+        raise TypeError(f"tokens must be one sequence of ids per request, got {tokens!r}")
+    if single and (not len(tokens) or (np.ndim(tokens[0]) == 0 and tokens[0] is not None)):
+        return [tokens]
+    if len(tokens) != n:
+        raise ValueError(
+            f"tokens has {len(tokens)} sequences for {n} requests: pass one per request"
+        )
+    return list(tokens)

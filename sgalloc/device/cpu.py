@@ -1,0 +1,117 @@
+"""The CPU as the device: the table is a NumPy array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgalloc.inputs import Int64
+from sgalloc.ledger import spread, touch
+from sgalloc.pages import Int32
+from sgalloc.plan import Growth
+
+
+class CpuDevice:
+    """A NumPy table that is written at once; the twin that every other device is held against."""
+
+    name = "cpu"
+
+    def __init__(self, max_requests: int, row_width: int, page_size: int) -> None:
+        rows = max_requests + 1
+        self._row_width = row_width
+        self._row_pages = row_width // page_size
+        self._page_size = page_size
+        self._per_page: Int32 = np.array(page_size, np.int32)
+        self._table: Int32 = np.zeros((rows, row_width), np.int32)
+        self._offsets: Int32 = np.arange(page_size, dtype=np.int32)
+        self._whole_rows = row_width % page_size == 0
+        # The table by pages: (rows * row_pages, page_size), or (rows, row_pages, page_size)
+        # where a row ends in a piece smaller than a page.
+        if self._whole_rows:
+            self._by_page = self._table.reshape(-1, page_size)
+        else:
+            whole = self._table[:, : self._row_pages * page_size]
+            strides = (whole.strides[0], 4 * page_size, 4)
+            shape = (rows, self._row_pages, page_size)
+            self._by_page = np.lib.stride_tricks.as_strided(whole, shape, strides)
+
+    @property
+    def table(self) -> Int32:
+        """``req_to_token``, int32 ``(max_requests + 1, row_width)``."""
+        return self._table
+
+    def assign(self, growth: Growth, ids: Int32) -> None:
+        """Write the slots of new pages ``ids`` into the rows that grow."""
+        slots = self._slots(ids)
+        if self._whole_rows:
+            self._by_page[growth.where] = slots
+        else:
+            row, number = np.divmod(growth.where, self._row_pages)
+            self._by_page[row, number] = slots
+
+    def rewrite(self, row: int, first: int, ids: Int32) -> None:
+        """Write the slots of pages ``ids`` from page number ``first`` of ``row`` on."""
+        start = first * self._page_size
+        slots = self._slots(ids).reshape(-1)
+        self._table[row, start : start + slots.size] = slots
+
+    def warm(self) -> None:
+        """Touch the table, so that no later step waits for the memory behind it."""
+        touch(self._table.reshape(-1))
+
+    def wait_for(self, after: Any) -> None:
+        """A CPU has no stream that could wait.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"after={after!r} is for a stream to wait for, and the CPU has none: "
+            "call again when the event is done"
+        )
+
+    def checked_out(self, out: Any, size: int) -> NDArray[Any]:
+        """``out`` as a NumPy array that shares its memory.
+
+        Raises:
+            TypeError: not a writable int32 or int64 array in host memory.
+            ValueError: not flat, contiguous and of exactly ``size`` entries.
+        """
+        array: NDArray[Any] = out
+        if not isinstance(out, np.ndarray):
+            if hasattr(out, "__cuda_array_interface__") or not hasattr(out, "__array__"):
+                raise TypeError(
+                    f"out must be an int32 or int64 array on the CPU, got {type(out).__name__}: "
+                    "this allocator's table lives on the CPU"
+                )
+            array = np.asarray(out)
+        if array.dtype not in (np.int32, np.int64):
+            raise TypeError(f"out must be int32 or int64, got {array.dtype}")
+        if array.shape != (size,):
+            raise ValueError(f"out must have shape ({size},), got {array.shape}")
+        if not array.flags.c_contiguous or not array.flags.writeable:
+            raise ValueError("out must be contiguous and writable: pass a fresh array")
+        return array
+
+    def gather(
+        self, rows: Int64, start: Int64, stop: Int64, out: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
+        """The slots of positions ``[start, stop)`` of each row, flat, int32 unless ``out``."""
+        where = spread(rows * self._row_width + start, stop - start)
+        slots = self._table.reshape(-1).take(where)
+        if out is None:
+            return slots
+        out[:] = slots
+        return out
+
+    def read_rows(self, rows: Int64) -> Int32:
+        """A copy of whole rows."""
+        return self._table[rows]
+
+    def _slots(self, ids: Int32) -> Int32:
+        if self._page_size == 1:
+            return ids.reshape(-1, 1)
+        slots: Int32 = ids.reshape(-1, 1) * self._per_page + self._offsets
+        return slots

@@ -1,0 +1,98 @@
+"""The errors that verbs raise. Each message carries the numbers and what to do about them."""
+
+from __future__ import annotations
+
+
+class AllocError(RuntimeError):
+    """Base of every refusal. A refused call has changed nothing, on the host or on the device."""
+
+
+class OutOfPages(AllocError):
+    """A group has too few pages.
+
+    Attributes:
+        group: name of the group, such as ``"full"``.
+        need: pages the call needs, net of what it gives back first.
+        free: pages that are free now.
+        cached: pages of the prefix cache that could be evicted.
+    """
+
+    def __init__(self, group: str, need: int, free: int, cached: int = 0) -> None:
+        super().__init__(group, need, free, cached)
+        self.group = group
+        self.need = need
+        self.free = free
+        self.cached = cached
+
+    def __str__(self) -> str:
+        return (
+            f"group '{self.group}' needs {self.need} pages, but {self.free} are free and "
+            f"{self.cached} more could be evicted: release or retract requests, "
+            "or make the pool larger"
+        )
+
+
+class OutOfRows(AllocError):
+    """More requests than free rows.
+
+    Attributes:
+        need: rows asked for.
+        free: rows that are free now.
+    """
+
+    def __init__(self, need: int, free: int) -> None:
+        super().__init__(need, free)
+        self.need = need
+        self.free = free
+
+    def __str__(self) -> str:
+        return (
+            f"{self.need} rows are needed, but {self.free} are free: "
+            "release requests first, or raise max_requests"
+        )
+
+
+class RowTooNarrow(AllocError):
+    """A request would pass the end of its row.
+
+    Attributes:
+        row: the row (0 where the request is not open yet).
+        need: tokens the row would have to hold.
+        width: tokens it can hold.
+    """
+
+    def __init__(self, row: int, need: int, width: int) -> None:
+        super().__init__(row, need, width)
+        self.row = row
+        self.need = need
+        self.width = width
+
+    def __str__(self) -> str:
+        return (
+            f"row {self.row} would need {self.need} slots, but it is {self.width} wide: "
+            "shorten the request, or size rows with sgalloc.sizing.row_width"
+        )
+
+
+class StaleHandle(AllocError):
+    """A handle that names no open request: released before, or never handed out."""
+
+
+class WrongState(AllocError):
+    """The request is in a state in which the call makes no sense."""
+
+
+class InsideSharedPage(WrongState, ValueError):
+    """A trim that would end inside a page shared with the prefix cache."""
+
+
+class CommitPastExtent(AllocError):
+    """A commit beyond the extent that the request holds."""
+
+
+class StalePlan(AllocError):
+    """A plan or a match made before something it depends on changed."""
+
+
+class LawViolation(AllocError):
+    """The row law or the partition law does not hold: a fault in the allocator or in memory."""

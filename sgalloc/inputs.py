@@ -1,0 +1,95 @@
+"""Checks on what callers hand in: host integers, one for all or one per request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64 = NDArray[np.int64]
+
+# No length comes near this; bounding each operand keeps every sum inside int64.
+LIMIT = 1 << 60
+
+
+def whole_number(value: Any, name: str, minimum: int = 0, maximum: int = LIMIT) -> int:
+    """``value`` as a Python int within ``[minimum, maximum]``.
+
+    Raises:
+        TypeError: not an integer (bools and floats are not).
+        ValueError: out of range.
+    """
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
+    number = int(value)
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {number}")
+    if number > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {number}")
+    return number
+
+
+def int64_array(value: Any, name: str) -> Int64:
+    """``value`` (int, sequence, NumPy array, torch CPU tensor) as a flat int64 array.
+
+    Raises:
+        TypeError: not integers, or an array that lives on a device.
+        ValueError: more than one dimension, or a number outside int64.
+    """
+    if type(value) is np.ndarray and value.dtype == np.int64 and value.ndim == 1:
+        return value
+    if hasattr(value, "__cuda_array_interface__"):
+        raise TypeError(
+            f"{name} must be numbers on the host, got a device array "
+            f"({type(value).__module__}.{type(value).__name__}): pass the host copy you keep"
+        )
+    try:
+        array = np.asarray(value)
+    except OverflowError:
+        raise ValueError(f"{name} holds a number outside int64: {value!r}") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be integers, got {_shown(value)}") from None
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.ndim > 1:
+        raise ValueError(f"{name} must be flat, got shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        if array.dtype == object and all(type(v) is int for v in array.ravel()):
+            raise ValueError(f"{name} holds a number outside int64: {_shown(value)}")
+        raise TypeError(f"{name} must be integers, got {_shown(value)} ({array.dtype})")
+    array = array.reshape(-1)
+    if array.dtype == np.uint64 and int(array.max()) > LIMIT:
+        raise ValueError(f"{name} holds a number outside int64: {int(array.max())}")
+    return array.astype(np.int64)
+
+
+def counts(value: Any, n: int, name: str) -> int | Int64:
+    """``value`` as one int for all, or an int64 array of ``n``; none negative.
+
+    Raises:
+        TypeError: not integers, or an array that lives on a device.
+        ValueError: negative, beyond what any length can be, or not ``n`` of them.
+    """
+    if type(value) is int:
+        if 0 <= value <= LIMIT:
+            return value
+        return whole_number(value, name)
+    if isinstance(value, (bool, np.bool_, np.integer)):
+        return whole_number(value, name)
+    array = int64_array(value, name)
+    if np.ndim(value) == 0:
+        return whole_number(array[0], name)
+    if array.size != n:
+        raise ValueError(f"{name} has {array.size} numbers for {n} requests: pass one, or {n}")
+    if n:
+        # As uint64 a negative number is the largest: one pass finds both kinds of bad value.
+        worst = int(array[array.view(np.uint64).argmax()])
+        if not 0 <= worst <= LIMIT:
+            whole_number(worst, f"{name}[{int(array.view(np.uint64).argmax())}]")
+    return array
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

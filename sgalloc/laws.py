@@ -1,0 +1,149 @@
+"""The two laws, proven in time linear in pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sgalloc.errors import LawViolation
+from sgalloc.inputs import Int64
+from sgalloc.ledger import Ledger
+from sgalloc.pages import CACHED, FREE, WAITING, Int32, PagePool, describe_holder
+from sgalloc.prefix import RadixTree
+from sgalloc.quarantine import Quarantine
+
+if TYPE_CHECKING:
+    from sgalloc.device import Device
+
+
+def check_rows(ledger: Ledger, pool: PagePool) -> None:
+    """The row law on the host: extents, and whose pages a row names.
+
+    Raises:
+        LawViolation: naming the row.
+    """
+    rows = ledger.live()
+    size = ledger.page_size
+    committed, allocated = ledger.committed.take(rows), ledger.allocated.take(rows)
+    shared = ledger.shared.take(rows)
+    for broken, law in (
+        (committed < 0, "0 <= C"),
+        (committed > allocated, "C <= A"),
+        (allocated > ledger.row_pages * size, "A <= row_width"),
+        (allocated % size != 0, "A is whole pages"),
+        (shared * size > committed, "shared pages lie below C"),
+    ):
+        at = broken.nonzero()[0]
+        if at.size:
+            i = at[0]
+            raise LawViolation(
+                f"row {rows[i]} breaks '{law}': C={committed[i]}, A={allocated[i]}, "
+                f"{shared[i]} shared pages of {size}, width {ledger.row_width}"
+            )
+    sharers, pages = ledger.page_range(rows, np.zeros_like(rows), shared)
+    astray = (pool.holder.take(pages) != CACHED).nonzero()[0]
+    if astray.size:
+        page = int(pages[astray[0]])
+        raise LawViolation(
+            f"row {sharers[astray[0]]} shares page {page} with the prefix cache, but it is held "
+            f"by {describe_holder(int(pool.holder[page]))}"
+        )
+
+
+def check_pages(
+    ledger: Ledger, pool: PagePool, tree: RadixTree | None, quarantine: Quarantine
+) -> None:
+    """The partition law: each page in exactly one place, ids compared as multisets.
+
+    Raises:
+        LawViolation: naming the page and both places, or the page that is nowhere.
+    """
+    owners, owned = ledger.owned_pages(ledger.live())
+    parts: list[tuple[Int32, int | Int64]] = [
+        (pool.free_ids(), FREE),
+        (quarantine.page_ids(), WAITING),
+        (owned, owners),
+    ]
+    if tree is not None:
+        nodes = tree.nodes()
+        parts.extend((node.pages, CACHED) for node in nodes)
+        _check_counts(tree)
+    ids = np.concatenate([part[0] for part in parts])
+    places = np.concatenate([np.broadcast_to(p, ids_.shape) for ids_, p in parts])
+    outside = ((ids < 1) | (ids > pool.num_pages)).nonzero()[0]
+    if outside.size:
+        at = int(outside[0])
+        raise LawViolation(
+            f"page {ids[at]} does not exist (1..{pool.num_pages}), but "
+            f"{describe_holder(int(places[at]))} has it"
+        )
+    found = np.bincount(ids, minlength=pool.num_pages + 1)
+    found[0] = 1
+    wrong = (found != 1).nonzero()[0]
+    if wrong.size:
+        page = int(wrong[0])
+        have = [describe_holder(int(place)) for place in places[ids == page][:2]]
+        raise LawViolation(
+            f"page {page} of group '{pool.group}' is held by {have[0]} and by {have[1]}"
+            if have
+            else f"page {page} of group '{pool.group}' is lost: nobody has it"
+        )
+    holder = pool.holder.take(ids)
+    wrong = (holder != places).nonzero()[0]
+    if wrong.size:
+        at = int(wrong[0])
+        raise LawViolation(
+            f"page {ids[at]} of group '{pool.group}' is with {describe_holder(int(places[at]))}, "
+            f"but recorded with {describe_holder(int(holder[at]))}"
+        )
+
+
+def check_row_ids(ledger: Ledger, quarantine: Quarantine) -> None:
+    """Each row is open, free or waiting, and in one of these alone.
+
+    Raises:
+        LawViolation: naming the row.
+    """
+    rows = np.concatenate((ledger.live(), ledger.free_row_ids(), quarantine.row_ids()))
+    found = np.bincount(rows, minlength=ledger.max_requests + 1)
+    found[0] += 1
+    wrong = (found != 1).nonzero()[0]
+    if wrong.size:
+        raise LawViolation(
+            f"row {wrong[0]} stands {found[wrong[0]]} times among the open, free and waiting rows"
+        )
+
+
+def check_table(ledger: Ledger, device: Device) -> None:
+    """The row law on the device: every entry below A names the slot it should.
+
+    Raises:
+        LawViolation: naming row, column and both values.
+    """
+    size = ledger.page_size
+    offsets = np.arange(size, dtype=np.int32)
+    for row in [0, *ledger.live().tolist()]:
+        held = device.read_rows(np.array([row]))[0]
+        if row == 0:
+            expected = np.zeros_like(held)
+        else:
+            expected = (ledger.page_list(row)[:, None] * size + offsets).reshape(-1)
+        wrong = (held[: expected.size] != expected).nonzero()[0]
+        if wrong.size:
+            column = int(wrong[0])
+            raise LawViolation(
+                f"req_to_token[{row}, {column}] is {held[column]} on the device, "
+                f"but the ledger says {expected[column]}"
+            )
+
+
+def _check_counts(tree: RadixTree) -> None:
+    nodes = tree.nodes()
+    cached = sum(node.pages.size for node in nodes)
+    evictable = sum(node.pages.size for node in nodes if not node.locks)
+    if (cached, evictable) != (tree.cached, tree.evictable):
+        raise LawViolation(
+            f"the prefix cache counts {tree.cached} pages, {tree.evictable} evictable, "
+            f"but holds {cached}, {evictable} evictable"
+        )

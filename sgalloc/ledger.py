@@ -1,0 +1,331 @@
+"""The ledger: what every request holds. The only writer of C and A."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgalloc.errors import CommitPastExtent, OutOfRows, StaleHandle
+from sgalloc.inputs import Int64, int64_array
+from sgalloc.pages import Int32
+
+_ROW_BITS = 32
+_ROW_MASK = (1 << _ROW_BITS) - 1
+_MAX_GENERATION = (1 << 31) - 1
+
+
+class Ledger:
+    """Rows 1..``max_requests`` as a struct of arrays.
+
+    Attributes:
+        committed: C, tokens, int64 ``(max_requests + 1,)``.
+        allocated: A, tokens, int64, always whole pages.
+        decode_steps: decode steps taken, int64.
+        shared: leading pages of the row that belong to the prefix cache, int64.
+        handle: the handle of the row's request, int64; 0 where none is open.
+        pages: page ids of each row, int32 ``(max_requests + 1, row_pages)``; entries from
+            A on are stale.
+        namespace: namespace of each open row that has one.
+        per_page, per_page_less_one, per_row: page_size, page_size - 1 and row_pages, as
+            operands of arithmetic on columns.
+        version: grows with every change; a plan made at another version is stale.
+        epoch: grows when a request goes away; a batch checked at this epoch needs no check.
+    """
+
+    __slots__ = (
+        "_generation",
+        "_mark",
+        "_row_stack",
+        "allocated",
+        "committed",
+        "decode_steps",
+        "epoch",
+        "free_rows",
+        "handle",
+        "max_requests",
+        "namespace",
+        "page_size",
+        "pages",
+        "pages_flat",
+        "per_page",
+        "per_page_less_one",
+        "per_row",
+        "row_pages",
+        "row_width",
+        "shared",
+        "version",
+        "waiting_rows",
+    )
+
+    def __init__(self, max_requests: int, row_width: int, page_size: int) -> None:
+        rows = max_requests + 1
+        self.max_requests = max_requests
+        self.row_width = row_width
+        self.row_pages = row_width // page_size
+        self.page_size = page_size
+        # NumPy takes a zero-dimensional array in half the time of a Python int.
+        self.per_page: Int64 = np.array(page_size)
+        self.per_page_less_one: Int64 = np.array(page_size - 1)
+        self.per_row: Int64 = np.array(self.row_pages)
+        self.committed: Int64 = np.zeros(rows, np.int64)
+        self.allocated: Int64 = np.zeros(rows, np.int64)
+        self.decode_steps: Int64 = np.zeros(rows, np.int64)
+        self.shared: Int64 = np.zeros(rows, np.int64)
+        self.handle: Int64 = np.zeros(rows, np.int64)
+        self.handle[0] = -1  # so that no number names the padding row
+        self.pages: Int32 = np.zeros((rows, self.row_pages), np.int32)
+        self.pages_flat: Int32 = self.pages.reshape(-1)
+        self.namespace: dict[int, Any] = {}
+        self._generation: Int64 = np.ones(rows, np.int64)
+        self._row_stack: Int64 = np.arange(max_requests, 0, -1, dtype=np.int64)
+        self._mark: Int64 = np.zeros(rows, np.int64)
+        self.free_rows = max_requests
+        self.waiting_rows = 0
+        self.version = 0
+        self.epoch = 0
+
+    # -- reading ---------------------------------------------------------------------------
+
+    @property
+    def open_rows(self) -> int:
+        """Rows with an open request."""
+        return self.max_requests - self.free_rows - self.waiting_rows
+
+    def live(self) -> Int64:
+        """The open rows, ascending."""
+        return self.handle[1:].nonzero()[0] + 1
+
+    def rows_of(self, handles: Any) -> Int64:
+        """The rows that ``handles`` (a batch, handles or one handle) name, int64 ``(n,)``.
+
+        Raises:
+            StaleHandle: one names no open request.
+            ValueError: one stands twice, or the batch belongs to another allocator.
+        """
+        if isinstance(handles, Batch):
+            return handles.rows_in(self)
+        named = int64_array(handles, "handles")
+        rows = named & _ROW_MASK
+        if not rows.size:
+            return rows
+        stale = (self.handle.take(rows, mode="clip") != named).nonzero()[0]
+        if stale.size:
+            bad = int(named[stale[0]])
+            raise StaleHandle(
+                f"handle {bad} names no open request (row {bad & _ROW_MASK}, generation "
+                f"{bad >> _ROW_BITS}): it was released, or never came from this allocator"
+            )
+        order = np.arange(rows.size)
+        self._mark[rows] = order
+        twice = (self._mark.take(rows) != order).nonzero()[0]
+        if twice.size:
+            raise ValueError(
+                f"handle {int(named[twice[0]])} stands twice in one batch: name each request once"
+            )
+        return rows
+
+    def next_rows(self, count: int) -> Int64:
+        """The rows that `open` would take now, int64 ``(count,)``; nothing changes.
+
+        Raises:
+            OutOfRows: fewer are free.
+        """
+        if count > self.free_rows:
+            raise OutOfRows(count, self.free_rows)
+        return self._row_stack[self.free_rows - count : self.free_rows][::-1].copy()
+
+    def page_list(self, row: int) -> Int32:
+        """The page ids that ``row`` holds, in order; a view, int32."""
+        return self.pages[row, : self.allocated[row] // self.page_size]
+
+    def owned_pages(self, rows: Int64) -> tuple[Int64, Int32]:
+        """Rows (repeated) and ids of the pages that ``rows`` own, shared ones left out."""
+        return self.page_range(rows, self.shared.take(rows), self.page_counts(rows))
+
+    def page_counts(self, rows: Int64) -> Int64:
+        """Pages that each of ``rows`` holds, shared ones included."""
+        return self.allocated.take(rows) // self.per_page
+
+    def page_range(self, rows: Int64, first: Int64, stop: Int64) -> tuple[Int64, Int32]:
+        """Rows (repeated) and ids of pages ``[first, stop)`` of each row, flat, in order."""
+        count = stop - first
+        where = spread(rows * self.per_row + first, count)
+        return rows.repeat(count), self.pages_flat.take(where)
+
+    def warm(self) -> None:
+        """Touch the page lists, so that no later step waits for the memory behind them."""
+        touch(self.pages_flat)
+
+    # -- writing ---------------------------------------------------------------------------
+
+    def open(self, count: int, namespace: Any = None) -> Int64:
+        """Take ``count`` rows with C = A = 0; their handles, int64.
+
+        Raises:
+            OutOfRows: fewer are free.
+        """
+        rows = self.next_rows(count)
+        self.free_rows -= count
+        handles = (self._generation.take(rows) << _ROW_BITS) | rows
+        self.handle[rows] = handles
+        if namespace is not None:
+            self.namespace.update(dict.fromkeys(rows.tolist(), namespace))
+        self.version += 1
+        return handles
+
+    def adopt(self, row: int, pages: Int32) -> None:
+        """Let a fresh row begin with cached ``pages``: C = A = their tokens."""
+        count = pages.size
+        self.pages[row, :count] = pages
+        self.shared[row] = count
+        self.committed[row] = self.allocated[row] = count * self.page_size
+        self.version += 1
+
+    def share(self, row: int, count: int, pages: Int32 | None = None) -> None:
+        """From now on the first ``count`` pages of ``row`` belong to the prefix cache.
+
+        Args:
+            row: the row.
+            count: pages.
+            pages: int32, the ids that take the place of the row's own, where they differ.
+        """
+        if pages is not None:
+            self.pages[row, :count] = pages
+        self.shared[row] = count
+        self.version += 1
+
+    def grow(self, rows: Int64, where: Int64, ids: Int32, allocated: Int64) -> None:
+        """Append pages: ``ids`` at flat places ``where`` of the page lists, A = ``allocated``."""
+        self.pages_flat[where] = ids
+        self.allocated[rows] = allocated
+        self.version += 1
+
+    def settle_at(self, rows: Int64, lengths: Int64) -> None:
+        """C = ``lengths`` (tokens), which A covers already."""
+        self.committed[rows] = lengths
+        self.version += 1
+
+    def commit(self, rows: Int64, accepted: int | Int64) -> None:
+        """C += ``accepted``.
+
+        Raises:
+            CommitPastExtent: it would pass A.
+        """
+        after = self.committed.take(rows)
+        after += accepted
+        over = (after > self.allocated.take(rows)).nonzero()[0]
+        if over.size:
+            at = int(over[0])
+            row = int(rows[at])
+            raise CommitPastExtent(
+                f"row {row} would be committed to {int(after[at])} tokens, but "
+                f"{int(self.allocated[row])} are allocated: reserve or extend first"
+            )
+        self.settle_at(rows, after)
+
+    def step(self, rows: Int64) -> None:
+        """Count one decode step for each of ``rows``."""
+        self.decode_steps[rows] = self.decode_steps.take(rows) + 1
+
+    def cut(self, rows: Int64, committed: Int64, pages: Int64) -> None:
+        """C = ``committed`` and A = ``pages`` pages, both at most what they were."""
+        self.committed[rows] = committed
+        self.allocated[rows] = pages * self.page_size
+        self.shared[rows] = np.minimum(self.shared.take(rows), pages)
+        self.version += 1
+
+    def close(self, rows: Int64, waiting: bool) -> None:
+        """Close the requests of ``rows``; ``waiting`` keeps the rows out until `return_rows`."""
+        self.committed[rows] = 0
+        self.allocated[rows] = 0
+        self.decode_steps[rows] = 0
+        self.shared[rows] = 0
+        self.handle[rows] = 0
+        generation = self._generation.take(rows) + 1
+        generation[generation > _MAX_GENERATION] = 1
+        self._generation[rows] = generation
+        if self.namespace:
+            for row in rows.tolist():
+                self.namespace.pop(row, None)
+        if waiting:
+            self.waiting_rows += rows.size
+        else:
+            self._push_rows(rows)
+        self.version += 1
+        self.epoch += 1
+
+    def return_rows(self, rows: Int64) -> None:
+        """Free rows that waited."""
+        self.waiting_rows -= rows.size
+        self._push_rows(rows)
+
+    def free_row_ids(self) -> Int64:
+        """The free rows, those handed out last first."""
+        return self._row_stack[: self.free_rows].copy()
+
+    def _push_rows(self, rows: Int64) -> None:
+        self._row_stack[self.free_rows : self.free_rows + rows.size] = rows[::-1]
+        self.free_rows += rows.size
+
+
+class Batch:
+    """Requests that are named again and again: rows are looked up once.
+
+    Checked again only after some request went away. Verbs take a batch or plain handles.
+
+    Attributes:
+        handles: int64 ``(n,)``.
+        rows: int64 ``(n,)``.
+    """
+
+    __slots__ = ("_epoch", "_ledger", "handles", "rows")
+
+    def __init__(self, ledger: Ledger, handles: Any) -> None:
+        self.handles: Int64 = int64_array(handles, "handles").copy()
+        self.rows: Int64 = ledger.rows_of(self.handles)
+        self._ledger = ledger
+        self._epoch = ledger.epoch
+
+    def __len__(self) -> int:
+        return self.rows.size
+
+    def __repr__(self) -> str:
+        return f"Batch({self.rows.size} requests)"
+
+    def rows_in(self, ledger: Ledger) -> Int64:
+        """The rows, checked again if a request of ``ledger`` went away since the last check.
+
+        Raises:
+            StaleHandle: one of the requests went away.
+            ValueError: the batch belongs to another allocator.
+        """
+        if self._ledger is not ledger:
+            raise ValueError("this batch belongs to another allocator: make one with its batch()")
+        if self._epoch != ledger.epoch:
+            ledger.rows_of(self.handles)
+            self._epoch = ledger.epoch
+        return self.rows
+
+
+def touch(column: Int32) -> None:
+    """Write one entry of each 4 KiB of a contiguous array as it is."""
+    column[::1024] |= 0
+
+
+def spread(starts: Int64, count: Int64) -> Int64:
+    """``[starts[i], starts[i] + count[i])`` of every i, one after the other, int64."""
+    ends = count.cumsum()
+    total = int(ends[-1]) if ends.size else 0
+    where: Int64 = (starts - ends + count).repeat(count)
+    where += np.arange(total)
+    return where
+
+
+def concatenate(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    """``parts`` one after the other; an empty array of ``dtype`` for none."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.empty(0, dtype)

@@ -1,0 +1,182 @@
+"""Plans: what one call will do, computed once and read by all who need to know."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sgalloc.errors import RowTooNarrow
+from sgalloc.inputs import Int64
+from sgalloc.ledger import Ledger, concatenate, spread
+
+_NO_ROWS: Int64 = np.empty(0, np.int64)
+
+
+class Growth:
+    """The pages that a plan adds, request by request in the order of the plan.
+
+    Attributes:
+        rows: rows that grow, int64 ``(n,)``.
+        first: number of the first new page of each row, int64 ``(n,)``.
+        count: new pages of each row, int64 ``(n,)``, at least 1.
+        total: new pages in all.
+        allocated: A of each row afterwards, tokens, int64 ``(n,)``.
+        where: flat places of the new pages in the page lists, ``row * row_pages + number``,
+            int64 ``(total,)``.
+    """
+
+    __slots__ = ("allocated", "count", "first", "rows", "total", "where")
+
+    def __init__(
+        self, rows: Int64, first: Int64, count: Int64, total: int, allocated: Int64, per_row: Int64
+    ) -> None:
+        self.rows = rows
+        self.first = first
+        self.count = count
+        self.total = total
+        self.allocated = allocated
+        where = rows * per_row
+        where += first
+        self.where = where if total == rows.size else spread(where, count)
+
+    def page_rows(self) -> Int64:
+        """The row of each new page, int64 ``(total,)``."""
+        return self.rows if self.total == self.rows.size else self.rows.repeat(self.count)
+
+
+class Plan:
+    """What one call will do, or has done. Pure until applied.
+
+    Attributes:
+        rows: int64 ``(n,)``, in the order extend, decode, reserve.
+        cur: A before, tokens, int64 ``(n,)``.
+        nxt: A afterwards, tokens, int64 ``(n,)``.
+        start: C before, tokens, int64 ``(n,)``; ``out`` receives the slots from here ...
+        stop: ... up to here, tokens, int64 ``(n,)``.
+        num_new_pages: pages in all groups together.
+        fits: whether the pages could be had when the plan was made.
+    """
+
+    __slots__ = (
+        "cur",
+        "decoding",
+        "fits",
+        "growth",
+        "ledger",
+        "num_new_pages",
+        "nxt",
+        "rows",
+        "settling",
+        "start",
+        "stop",
+        "version",
+    )
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        rows: Int64,
+        start: Int64,
+        stop: Int64,
+        settling: Int64 | None = None,
+        decoding: Int64 | None = None,
+    ) -> None:
+        """Plan for ``rows`` to cover ``stop`` tokens each.
+
+        Args:
+            ledger: what the requests hold now.
+            rows: int64 ``(n,)``.
+            start: C now, int64 ``(n,)``.
+            stop: tokens to cover, int64 ``(n,)``.
+            settling: the rows whose C becomes their ``stop`` when the plan is applied: the
+                first so many of ``rows``.
+            decoding: the rows that count a decode step.
+
+        Raises:
+            RowTooNarrow: a row cannot hold what it would have to.
+        """
+        self.ledger = ledger
+        self.rows = rows
+        self.start = start
+        self.stop = stop
+        self.settling = settling
+        self.decoding = decoding
+        self.version = ledger.version
+        self.fits = True
+        cur = self.cur = ledger.allocated.take(rows)
+        at = (stop > cur).nonzero()[0]
+        if not at.size:
+            self.nxt = cur
+            self.growth: Growth | None = None
+            self.num_new_pages = 0
+            return
+        per_page = ledger.per_page
+        growing = rows[at]
+        first = cur[at]
+        first //= per_page
+        last = stop[at]
+        last += ledger.per_page_less_one
+        last //= per_page
+        widest = last.argmax()
+        if last[widest] > ledger.row_pages:
+            row = int(growing[widest])
+            raise RowTooNarrow(row, int(last[widest]) * ledger.page_size, ledger.row_width)
+        count = last - first
+        last *= per_page
+        nxt = self.nxt = cur.copy()
+        nxt[at] = last
+        # Below some dozens a list adds up faster than a reduction starts.
+        total = sum(count.tolist()) if at.size < 64 else int(count.sum())
+        self.num_new_pages = total
+        self.growth = Growth(growing, first, count, total, last, ledger.per_row)
+
+    @property
+    def need(self) -> dict[str, int]:
+        """Pages that the plan takes, per group."""
+        return {"full": self.num_new_pages}
+
+    @property
+    def gain(self) -> dict[str, int]:
+        """Pages that the plan gives back first, per group."""
+        return {"full": 0}
+
+    def need_without(self, leaving: Int64) -> int:
+        """Pages that the plan takes if the rows ``leaving`` were no part of it."""
+        growth = self.growth
+        if growth is None:
+            return 0
+        stays = ~np.isin(growth.rows, leaving)
+        return int(growth.count[stays].sum())
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.rows.size} requests, {self.num_new_pages} new pages, "
+            f"{'fits' if self.fits else 'does not fit'})"
+        )
+
+
+def mixed_plan(
+    ledger: Ledger,
+    extend: tuple[Int64, Int64] | None,
+    decode: tuple[Int64, Int64] | None,
+    reserve: tuple[Int64, Int64] | None,
+) -> Plan:
+    """One plan over any mix of the three kinds, each a pair (rows, tokens to cover).
+
+    Raises:
+        ValueError: a request stands in two kinds.
+        RowTooNarrow: as `Plan`.
+    """
+    kinds = [kind for kind in (extend, decode, reserve) if kind is not None]
+    rows = concatenate([kind[0] for kind in kinds], np.int64)
+    stop = concatenate([kind[1] for kind in kinds], np.int64)
+    if len(kinds) > 1 and np.unique(rows).size != rows.size:
+        raise ValueError("a request stands in two parts of one plan: name each request once")
+    settling = rows.size - (reserve[0].size if reserve is not None else 0)
+    return Plan(
+        ledger,
+        rows,
+        ledger.committed.take(rows),
+        stop,
+        settling=rows[:settling] if settling else None,
+        decoding=decode[0] if decode is not None else None,
+    )

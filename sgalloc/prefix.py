@@ -1,0 +1,378 @@
+"""A radix tree over pages: which prefixes are cached, in use, and next to go."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sgalloc.inputs import Int64
+from sgalloc.pages import Int32
+
+_DEAD = -1
+
+
+class Node:
+    """A run of cached pages with no branch in it, all last used at the same time.
+
+    Attributes:
+        tokens: the token ids on these pages, int64 ``(len(pages) * page_size,)``.
+        pages: page ids, int32.
+        end: pages from the root to the end of this node; negative once evicted.
+        locks: open requests (and waiting events) that hold this node or one below it.
+        last_use: clock of the last use.
+        seq: insertion number of the first page; those of the others follow it.
+        queued: whether the eviction queue knows the node.
+        name: namespace, of a root alone.
+    """
+
+    __slots__ = (
+        "children",
+        "end",
+        "last_use",
+        "locks",
+        "name",
+        "pages",
+        "parent",
+        "queued",
+        "seq",
+        "tokens",
+    )
+
+    def __init__(
+        self, parent: Node | None, tokens: Int64, pages: Int32, last_use: int, seq: int
+    ) -> None:
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+        self.tokens = tokens
+        self.pages = pages
+        self.end: int = pages.size + (parent.end if parent is not None else 0)
+        self.locks = 0
+        self.last_use = last_use
+        self.seq = seq
+        self.queued = False
+        self.name: Hashable = None
+
+    @property
+    def start(self) -> int:
+        """Pages from the root to the start of this node."""
+        return self.end - self.pages.size
+
+
+class Victim(NamedTuple):
+    """The last ``taken`` pages of a leaf, to be evicted."""
+
+    node: Node
+    taken: int
+
+    @property
+    def pages(self) -> Int32:
+        """Their ids, int32."""
+        return self.node.pages[self.node.pages.size - self.taken :]
+
+
+class RadixTree:
+    """Cached prefixes by namespace, at page granularity.
+
+    Every page counts as a node of its own for order of eviction; runs without a branch are
+    stored as one, so that a long prompt costs a few NumPy calls.
+
+    Attributes:
+        cached: pages in the tree.
+        evictable: those that no request holds.
+        evicted: pages evicted so far.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._roots: dict[Hashable, Node] = {}
+        self._clock = 0
+        self._seq = 0
+        self._queue: list[tuple[int, int, int, Node]] = []
+        self._order = count()
+        self.cached = 0
+        self.evictable = 0
+        self.evicted = 0
+
+    # -- use -------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Begin a use: what is touched from now on is younger than all before."""
+        self._clock += 1
+
+    def common(self, name: Hashable, tokens: Int64) -> tuple[Node | None, int]:
+        """How far the tree knows ``tokens``; nothing changes.
+
+        Args:
+            name: the namespace.
+            tokens: int64, whole pages.
+
+        Returns:
+            The node in which the common prefix ends (None for none), and its pages.
+        """
+        size = self._page_size
+        total = tokens.size // size
+        node, matched = self._roots.get(name), 0
+        last: Node | None = None
+        while node is not None and matched < total:
+            at = matched * size
+            child = node.children.get(tokens[at : at + size].tobytes())
+            if child is None:
+                break
+            span = min(child.pages.size, total - matched)
+            differs = child.tokens[: span * size] != tokens[at : at + span * size]
+            first = int(differs.argmax())
+            last = child
+            if differs[first]:
+                matched += first // size
+                break
+            matched += span
+            node = child
+        return last, matched
+
+    def match(self, name: Hashable, tokens: Int64) -> tuple[Node | None, int]:
+        """As `common`, but as a use: the node returned ends where the prefix does."""
+        node, matched = self.common(name, tokens)
+        if node is None:
+            return None, 0
+        node = self._ending_at(node, matched)
+        self.touch(node)
+        return node, matched
+
+    def insert(self, name: Hashable, tokens: Int64, pages: Int32) -> tuple[Node | None, int]:
+        """Enter ``tokens``; a use of the whole path.
+
+        Args:
+            name: the namespace.
+            tokens: int64, whole pages.
+            pages: ids, int32, one for each page of tokens; those that the tree knows
+                already are left to the caller.
+
+        Returns:
+            The node that ends where the tokens do (None for no tokens), and the pages that
+            were known already.
+        """
+        if not pages.size:
+            return None, 0
+        node, matched = self.match(name, tokens)
+        if matched == pages.size:
+            return node, matched
+        if node is None:
+            node = self._roots.get(name)
+            if node is None:
+                node = self._roots[name] = Node(None, tokens[:0], pages[:0], 0, 0)
+                node.name = name
+        rest = tokens[matched * self._page_size :].copy()
+        new = Node(node, rest, pages[matched:].copy(), self._clock, self._seq)
+        self._seq += new.pages.size
+        node.children[self._key(new)] = new
+        self.cached += new.pages.size
+        self.evictable += new.pages.size
+        self._enqueue(new)
+        return new, matched
+
+    def touch(self, node: Node) -> None:
+        """Mark the path to ``node`` as used now."""
+        step: Node | None = node
+        while step is not None:
+            step.last_use = self._clock
+            step = step.parent
+
+    def pages_to(self, node: Node | None) -> Int32:
+        """The page ids from the root to the end of ``node``, int32."""
+        parts = []
+        while node is not None and node.parent is not None:
+            parts.append(node.pages)
+            node = node.parent
+        return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
+
+    # -- locks -----------------------------------------------------------------------------
+
+    def lock(self, node: Node) -> None:
+        """Keep the path to ``node`` from eviction until `unlock`."""
+        step = node
+        while step.parent is not None:
+            if step.locks == 0:
+                self.evictable -= step.pages.size
+            step.locks += 1
+            step = step.parent
+
+    def unlock(self, node: Node) -> None:
+        """Take back one `lock`."""
+        step = node
+        while step.parent is not None:
+            step.locks -= 1
+            if step.locks == 0:
+                self.evictable += step.pages.size
+                self._enqueue(step)
+            step = step.parent
+
+    def unlocked_by(self, nodes: list[Node]) -> int:
+        """Pages that would become evictable if the locks at ``nodes`` were taken back."""
+        held: dict[Node, int] = {}
+        pages = 0
+        for node in nodes:
+            step = node
+            while step.parent is not None:
+                held[step] = held.get(step, 0) + 1
+                if held[step] == step.locks:
+                    pages += step.pages.size
+                step = step.parent
+        return pages
+
+    def ancestor(self, node: Node, pages: int) -> Node | None:
+        """The node on the path to ``node`` that ends after ``pages`` pages (None for none)."""
+        return self._ending_at(node, pages) if pages else None
+
+    # -- eviction --------------------------------------------------------------------------
+
+    def victims(self, count: int) -> list[Victim]:
+        """The next ``count`` pages to go; at most `evictable`. Nothing changes.
+
+        Leaves first, least recently used, ties by insertion, one page at a time from the
+        ends of leaves. A run has one time of use, so its pages go one after the other.
+        """
+        queue = self._queue
+        chosen: list[Victim] = []
+        seen: list[tuple[int, int, int, Node]] = []
+        gone: dict[Node, int] = {}
+        while count > 0:
+            entry = heapq.heappop(queue)
+            node = entry[-1]
+            alone = not node.children or gone.get(node) == len(node.children)
+            if node.end < 0 or node.locks or not alone:
+                node.queued = False
+                continue
+            if entry[0] != node.last_use:
+                heapq.heappush(queue, self._entry(node))
+                continue
+            seen.append(entry)
+            taken = min(count, node.pages.size)
+            chosen.append(Victim(node, taken))
+            count -= taken
+            parent = node.parent
+            if taken == node.pages.size and parent is not None and parent.parent is not None:
+                gone[parent] = gone.get(parent, 0) + 1
+                if gone[parent] == len(parent.children):
+                    self._enqueue(parent, leaf=True)
+        for entry in seen:
+            heapq.heappush(queue, entry)
+        return chosen
+
+    def evict(self, victims: list[Victim]) -> None:
+        """Take out what `victims` named."""
+        for node, taken in victims:
+            left = node.pages.size - taken
+            parent = node.parent
+            assert parent is not None
+            if left:
+                pages, tokens = node.pages[:left], node.tokens[: left * self._page_size]
+                # A view would keep the whole run in memory; copied only once half is gone.
+                base = pages.base
+                if base is None or base.size >= 2 * left:
+                    pages, tokens = pages.copy(), tokens.copy()
+                node.pages, node.tokens = pages, tokens
+                node.end -= taken
+            else:
+                del parent.children[self._key(node)]
+                node.end = _DEAD
+                node.parent = None
+                if parent.parent is not None:
+                    self._enqueue(parent)
+                elif not parent.children:
+                    del self._roots[parent.name]
+            self.cached -= taken
+            self.evictable -= taken
+            self.evicted += taken
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def nodes(self) -> list[Node]:
+        """Every node but the roots."""
+        found: list[Node] = []
+        open_nodes = list(self._roots.values())
+        while open_nodes:
+            children = open_nodes.pop().children.values()
+            found.extend(children)
+            open_nodes.extend(children)
+        return found
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _key(self, node: Node) -> bytes:
+        return node.tokens[: self._page_size].tobytes()
+
+    def _ending_at(self, node: Node, pages: int) -> Node:
+        """The node of the path to ``node`` that ends after ``pages`` pages, split off if need be.
+
+        The lower half stays the same object, so that whoever holds it still does.
+        """
+        while node.start >= pages:
+            assert node.parent is not None
+            node = node.parent
+        if node.end == pages:
+            return node
+        parent = node.parent
+        assert parent is not None
+        at = pages - node.start
+        cut = at * self._page_size
+        upper = Node(
+            parent, node.tokens[:cut].copy(), node.pages[:at].copy(), node.last_use, node.seq
+        )
+        upper.locks = node.locks
+        parent.children[self._key(node)] = upper
+        node.parent = upper
+        node.tokens, node.pages = node.tokens[cut:].copy(), node.pages[at:].copy()
+        node.seq += at
+        upper.children[self._key(node)] = node
+        return upper
+
+    def _entry(self, node: Node) -> tuple[int, int, int, Node]:
+        return (node.last_use, node.seq, next(self._order), node)
+
+    def _enqueue(self, node: Node, leaf: bool = False) -> None:
+        """Tell the queue of a node that may be evicted; `victims` drops those that may not."""
+        if not node.queued and node.locks == 0 and (leaf or not node.children):
+            node.queued = True
+            heapq.heappush(self._queue, self._entry(node))
+
+
+class Match:
+    """A cached prefix, as `PrefixCache.match` found it.
+
+    Attributes:
+        length: tokens, whole pages.
+        pages: page ids, int32 ``(length / page_size,)``.
+    """
+
+    __slots__ = ("_node", "_tree", "length", "namespace", "pages")
+
+    def __init__(
+        self, tree: RadixTree, node: Node | None, length: int, pages: Int32, namespace: Any
+    ) -> None:
+        self._tree = tree
+        self._node = node
+        self.length = length
+        self.pages = pages
+        self.namespace = namespace
+
+    def node_in(self, tree: RadixTree) -> Node | None:
+        """The node it ends in.
+
+        Raises:
+            ValueError: the match comes from another cache.
+        """
+        if self._tree is not tree:
+            raise ValueError("this match belongs to another allocator: match again in this one")
+        return self._node
+
+    @property
+    def evicted(self) -> bool:
+        """Whether a page of it was evicted since."""
+        return self._node is not None and self._node.end != self.pages.size
+
+    def __repr__(self) -> str:
+        return f"Match(length={self.length}, pages={self.pages.size}, namespace={self.namespace!r})"

@@ -1,0 +1,1 @@
+"""Trace replay: workloads in, a continuous-batching scheduler in miniature, a report out."""

@@ -1,0 +1,27 @@
+"""Fixtures and settings that every test shares."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Shared machines stall now and then; how long an example took is no verdict on the code.
+settings.register_profile("sgalloc", deadline=None, print_blob=True)
+settings.load_profile("sgalloc")
+
+
+@pytest.fixture(scope="session")
+def traces_dir() -> Path:
+    """The folder of real request traces: $SGALLOC_TRACES, else ../shared/traces."""
+    named = os.environ.get("SGALLOC_TRACES")
+    folder = Path(named) if named else ROOT.parent / "shared" / "traces"
+    if not folder.is_dir():
+        if named:
+            pytest.fail(f"SGALLOC_TRACES={named} is not a folder; correct or unset it")
+        pytest.skip(f"no request traces in {folder}; set SGALLOC_TRACES to their folder")
+    return folder
