@@ -512,6 +512,14 @@ class KVAllocator:
         rows = self._ledger.live() if x is None else self._ledger.rows_of(x)
         return page_runs(self._ledger, rows)
 
+    def owners(self) -> Int64:
+        """Who has each page, int64 ``(num_pages + 1,)``, a copy; entry 0 is the padding page.
+
+        A positive number is the row of the one request that owns the page; 0 is free, -1 in
+        the prefix cache, -2 in quarantine.
+        """
+        return self._core.pool.holder.copy()
+
     def check(self, device: bool = False) -> None:
         """Prove the row law and the partition law, in time linear in pages.
 

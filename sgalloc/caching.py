@@ -83,6 +83,16 @@ class PrefixCache:
         for one in prepared:
             self._publish(one, event)
 
+    def clear(self) -> int:
+        """Evict every page that no request holds; how many these were."""
+        self._quarantine.settle()
+        victims = self.tree.victims(self.tree.evictable)
+        pages = [victim.pages for victim in victims]
+        self.tree.evict(victims)
+        for ids in pages:
+            self._pool.give(ids, CACHED)
+        return sum(ids.size for ids in pages)
+
     # -- for the allocator -----------------------------------------------------------------
 
     def prepare(self, rows: Int64, tokens: Any, single: bool = False) -> list[Prepared]:

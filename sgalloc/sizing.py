@@ -250,6 +250,8 @@ def page_aligned_decode_alloc_lens(
     ([30], [48], 18)
     """
     page = _page_size(page_size)
+    if not isinstance(reqs, Iterable):
+        raise TypeError(f"reqs must be a list of requests, got {_show(reqs)}: pass [request]")
     batch = list(reqs)
     try:
         committed = [r.kv.kv_committed_len for r in batch]
@@ -453,10 +455,7 @@ def _in_range(name: str, number: int, low: int = 0, meaning: str = "a token coun
 
 
 def _not_integers(name: str, value: Any) -> TypeError:
-    return TypeError(
-        f"{name} must be whole numbers, got {_show(value)}: "
-        "pass an int, a list of ints or an integer array on the host"
-    )
+    return TypeError(f"{name} must be integer, got {_show(value)}: pass integers on the host")
 
 
 def _show(value: Any) -> str:

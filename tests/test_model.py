@@ -61,7 +61,7 @@ def illegal_calls(pair: Pair, choose: Chooser) -> list[tuple[str, Callable[[], A
     extent = pair.extent(handle)
     committed = pair.ref.requests[pair.handles[handle]].committed
     twice = choose.pick(([handle, handle], np.array([handle, handle])))
-    wrong = choose.pick((np.zeros(size + 2, np.int32), np.zeros(size + 1, np.float32), "out"))
+    wrong = choose.pick((np.zeros(committed + 1, np.int32), np.zeros(committed, np.float32), "out"))
     waits = Event()
     for verb in ("extend", "decode", "reserve", "commit", "trim"):
         call = getattr(real, verb)

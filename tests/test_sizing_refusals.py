@@ -217,10 +217,11 @@ def test_device_arrays_are_never_copied(name: str, call: Callable[[Any], Any]) -
 
 
 def test_device_numbers_inside_lists_and_requests_are_never_copied() -> None:
-    with pytest.raises(TypeError):
-        watermarks([1, DeviceArray()], [1, 1], 1, 16)
-    with pytest.raises(TypeError):
-        engine_lens([request(1, DeviceArray())])
+    objects = np.empty(1, object)
+    objects[0] = DeviceArray()
+    for value in ([DeviceArray(), 1], objects):
+        refused(TypeError, "committed", lambda v: watermarks(v, [1, 1], 1, 16), value)
+    refused(TypeError, "kv_allocated_len", engine_lens, [request(1, DeviceArray())])
 
 
 def test_torch_tensors_that_are_no_host_integers() -> None:
@@ -326,6 +327,10 @@ def test_a_reserve_of_the_spec_that_is_past_every_count() -> None:
 )
 def test_a_request_without_lengths(broken: Any) -> None:
     refused(TypeError, "reqs", engine_lens, [request(1, 1), broken], "reqs[1]", "kv_allocated_len")
+
+
+def test_requests_that_are_no_list() -> None:
+    refused(TypeError, "reqs", engine_lens, request(1, 1), "got a SimpleNamespace")
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_every_host_form_gives_the_same(form: str) -> None:
     committed, allocated, reserve = [30, 40, 250], [32, 48, 255], [8, 9, 7]
     given_as = [forms_of(v)[form] for v in (committed, allocated, reserve)]
     cur, nxt, needed = watermarks(*given_as, 16)
-    # 38, 49 and 257 tokens: 3, 4 and 17 pages; 255 and 257 do not fit into uint8.
+    # 38, 49 and 257 tokens: 3, 4 and 17 pages; 257 and 272 are past uint8.
     assert (cur.tolist(), nxt.tolist(), needed) == (allocated, [48, 64, 272], 16 + 16 + 17)
     assert num_new_pages(given_as[0], given_as[1], 8) == 1  # 4 - 4, 6 - 5, 32 - 32
     assert new_tokens_required_next_decode(*given_as[:2], 16) == 0

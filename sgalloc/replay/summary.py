@@ -1,0 +1,459 @@
+"""The outcome of a replay in numbers: as JSON for a program, as a table for a person."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+from itertools import zip_longest
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sgalloc.replay.recording import Recording
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+FloatArray = npt.NDArray[np.float64]
+
+FORMAT = 1
+"""Version of the layout of `summarise`; it changes when a key is removed or means another thing."""
+
+JSON_NAME = "report.json"
+
+KEYS: dict[str, str] = {
+    "format": "version of this layout",
+    "workload": "name of the workload",
+    "device": "device that held the table",
+    "config.*": "options of the run",
+    "pool.pages": "pages of the pool",
+    "pool.page_tokens": "tokens a page",
+    "requests.total": "requests of the workload",
+    "requests.finished": "requests that ran to their end",
+    "requests.aborted": "requests ended early at random",
+    "requests.refused": "requests that could never fit into the pool",
+    "requests.unfinished": "requests left over: the run was interrupted, or something broke",
+    "requests.peak_running": "most requests that ran at once",
+    "requests.retractions": "times a running request went back to the queue for want of pages",
+    "tokens.prompt": "tokens of the prompts of all admitted requests, once each",
+    "tokens.looked_up": "tokens looked up in the prefix cache, again after each retraction",
+    "tokens.hit": "tokens found there",
+    "tokens.prefilled": "tokens computed by prefill",
+    "tokens.decoded": "tokens put out",
+    "prefix_cache.hit_share": "tokens found per token looked up; null without a look-up",
+    "prefix_cache.evicted_pages": "pages evicted from the prefix cache",
+    "time.steps": "steps of the engine",
+    "time.virtual_seconds": "length of the run on the virtual clock",
+    "time.wall_seconds": "time the replay took",
+    "occupancy.mean_share": "share of the pool that is owned, cached or quarantined: mean over "
+    "the virtual time in which requests ran; null without a sample",
+    "occupancy.peak_share": "the same, at its highest",
+    "occupancy.held_mean_share": "share of the pool that open requests hold (owned, or cached and "
+    "locked), which no eviction can free: mean as above",
+    "occupancy.held_peak_share": "the same, at its highest",
+    "tail_waste.mean_tokens": "tokens allocated and not committed, over all open requests (a "
+    "shared page counts for each of them): mean as above",
+    "tail_waste.share": "the same per token allocated; null where nothing was allocated",
+    "pressure.steps": "steps that began while requests waited for pages",
+    "pressure.lowest_filled_share": "lowest share of the pool that was owned or cached at the "
+    "start of such a step; null if there was none",
+    "speculation.request_steps": "speculative steps, counted once for each request in them",
+    "speculation.committed_tokens": "tokens that they committed",
+    "speculation.mean_committed_tokens": "tokens a request commits a step; null without any",
+    "allocator.step_median_us": "time in the allocator a step: median; null without a step",
+    "allocator.step_p99_us": "the same, 99th percentile (interpolated between ranks)",
+    "allocator.step_mean_us": "the same, mean",
+    "allocator.total_ms": "time in the allocator, all steps",
+    "allocator.verbs.*.calls": "calls of the verb",
+    "allocator.verbs.*.median_us": "time of a call: median; null without a call",
+    "allocator.verbs.*.p99_us": "the same, 99th percentile",
+    "allocator.verbs.*.total_ms": "time of all calls",
+    "allocator.verbs.*.share": "the same, as a share of the time of all verbs",
+    "verdict.outcome": '"sound" (no law was broken, and every page and row came back), or "broken"',
+    "verdict.text": "the verdict as a sentence",
+    "verdict.violation": "the law that was broken; null if none",
+    "verdict.interrupted": "whether the run was stopped before its end",
+    "verdict.leaked_pages": "pages that did not come back; null where they were not counted",
+    "verdict.leaked_rows": "rows that did not come back; null where they were not counted",
+}
+"""What every key of `summarise` means; ``*`` stands for the name of an option or a verb."""
+
+
+class ReportError(ValueError):
+    """The report cannot be written; the message says why and what to do."""
+
+
+def summarise(recording: Recording) -> dict[str, Any]:
+    """The outcome of a replay: plain JSON types, every number finite, laid out as in `KEYS`."""
+    totals = recording.totals
+    done = totals.finished + totals.aborted + totals.refused
+    tree: dict[str, Any] = {
+        "format": FORMAT,
+        "workload": recording.workload,
+        "device": recording.device,
+        "config": recording.config,
+        "pool": {"pages": recording.num_pages, "page_tokens": recording.page_size},
+        "requests": {
+            "total": totals.requests,
+            "finished": totals.finished,
+            "aborted": totals.aborted,
+            "refused": totals.refused,
+            "unfinished": totals.requests - done,
+            "peak_running": totals.peak_running,
+            "retractions": totals.retractions,
+        },
+        "tokens": {
+            "prompt": totals.prompt_tokens,
+            "looked_up": totals.looked_up,
+            "hit": totals.hit,
+            "prefilled": totals.prefilled,
+            "decoded": totals.decoded,
+        },
+        "prefix_cache": {
+            "hit_share": _ratio(totals.hit, totals.looked_up),
+            "evicted_pages": totals.evicted,
+        },
+        "time": {
+            "steps": totals.steps,
+            "virtual_seconds": totals.virtual_seconds,
+            "wall_seconds": totals.wall_seconds,
+        },
+        **_pool_use(recording),
+        "pressure": {
+            "steps": totals.pressed_steps,
+            "lowest_filled_share": totals.waiting_pressure if totals.pressed_steps else None,
+        },
+        "speculation": {
+            "request_steps": totals.speculative_steps,
+            "committed_tokens": totals.accepted,
+            "mean_committed_tokens": _ratio(totals.accepted, totals.speculative_steps),
+        },
+        "allocator": _allocator_time(recording),
+        "verdict": _verdict(recording),
+    }
+    plain: dict[str, Any] = _plain(tree)
+    return plain
+
+
+def samples(recording: Recording) -> dict[str, FloatArray]:
+    """The samples as float64 arrays of one length, in case an interrupt cut the last one short."""
+    size = min(len(column) for column in recording.samples.values())
+    return {
+        name: np.array(column[:size], np.float64) for name, column in recording.samples.items()
+    }
+
+
+def write_json(summary: Mapping[str, Any], directory: str | PathLike[str]) -> Path:
+    """Write ``report.json`` into a directory that exists, and return its path.
+
+    Raises:
+        ReportError: the file cannot be written.
+    """
+    text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
+    return write_text(Path(directory) / JSON_NAME, text + "\n")
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a file of the report, in UTF-8, and return its path; ReportError where that fails."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ReportError(
+            f"cannot write {path} ({reason}): free that path, or name another directory"
+        ) from error
+    return path
+
+
+def need_extra(extra: str, *modules: str) -> None:
+    """Raise a ReportError that names the extra to install, unless its modules are there."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ReportError(f"{missing[0]} is not installed: pip install 'sgalloc[{extra}]'")
+
+
+# -- the numbers -------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """The value in JSON types: a number that is not finite becomes null, an object its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _pool_use(recording: Recording) -> dict[str, dict[str, float | None]]:
+    columns = samples(recording)
+    time = columns["time"]
+    if not time.size or not recording.num_pages:
+        return {
+            "occupancy": dict.fromkeys(
+                ("mean_share", "peak_share", "held_mean_share", "held_peak_share")
+            ),
+            "tail_waste": dict.fromkeys(("mean_tokens", "share")),
+        }
+    # What a sample says holds until the next one.
+    lasted = np.diff(time, append=max(recording.totals.virtual_seconds, time[-1]))
+    weight = np.where(columns["running"] > 0, lasted, 0.0)
+    if not weight.sum() > 0:
+        weight = np.ones_like(time)
+    held = (columns["owned"] + columns["locked"]) / recording.num_pages
+    used = held + (columns["evictable"] + columns["quarantined"]) / recording.num_pages
+    waste = columns["allocated"] - columns["committed"]
+    mean_waste = float(np.average(waste, weights=weight))
+    return {
+        "occupancy": {
+            "mean_share": float(np.average(used, weights=weight)),
+            "peak_share": float(used.max()),
+            "held_mean_share": float(np.average(held, weights=weight)),
+            "held_peak_share": float(held.max()),
+        },
+        "tail_waste": {
+            "mean_tokens": mean_waste,
+            "share": _ratio(mean_waste, float(np.average(columns["allocated"], weights=weight))),
+        },
+    }
+
+
+def _allocator_time(recording: Recording) -> dict[str, Any]:
+    steps = _nanoseconds(recording.step_ns)
+    verbs = {verb: _nanoseconds(calls) for verb, calls in recording.verbs.items()}
+    whole = sum(float(calls.sum()) for calls in verbs.values())
+    return {
+        "step_median_us": _microseconds(steps, np.median),
+        "step_p99_us": _microseconds(steps, _p99),
+        "step_mean_us": _microseconds(steps, np.mean),
+        "total_ms": float(steps.sum()) / 1e6,
+        "verbs": {
+            verb: {
+                "calls": calls.size,
+                "median_us": _microseconds(calls, np.median),
+                "p99_us": _microseconds(calls, _p99),
+                "total_ms": float(calls.sum()) / 1e6,
+                "share": _ratio(float(calls.sum()), whole),
+            }
+            for verb, calls in verbs.items()
+        },
+    }
+
+
+def _nanoseconds(calls: array[int]) -> FloatArray:
+    return np.array(calls, np.float64)
+
+
+def _microseconds(calls: FloatArray, measure: Callable[[FloatArray], Any]) -> float | None:
+    return float(measure(calls)) / 1e3 if calls.size else None
+
+
+def _p99(calls: FloatArray) -> Any:
+    return np.percentile(calls, 99)
+
+
+def _verdict(recording: Recording) -> dict[str, Any]:
+    pages, rows = recording.leaked_pages, recording.leaked_rows
+    faults = []
+    if recording.violation is not None:
+        faults.append(recording.violation)
+    if pages or rows:
+        faults.append(f"{_many(pages, 'page')} and {_many(rows, 'row')} did not come back")
+    if faults:
+        text = "broken: " + "; ".join(faults)
+    else:
+        text = "sound: no law was broken, and every page and row came back"
+    if recording.interrupted:
+        text += " (interrupted before the end of the workload)"
+    return {
+        "outcome": "sound" if recording.sound else "broken",
+        "text": text,
+        "violation": recording.violation,
+        "interrupted": recording.interrupted,
+        "leaked_pages": pages,
+        "leaked_rows": rows,
+    }
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+# -- what a person reads -----------------------------------------------------------------------
+
+
+def show_count(value: float | None) -> str:
+    """A whole number with its thousands apart; a dash for None."""
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def show_share(value: float | None) -> str:
+    """A share in per cent."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def show_number(value: float | None) -> str:
+    """A measure with three digits at least, where it has them."""
+    if value is None:
+        return "–"
+    return f"{value:,.1f}" if abs(value) >= 10 or value == 0 else f"{value:.3g}"
+
+
+def figures(summary: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The headline figures in words, as groups of ``(label, value)``."""
+    requests, tokens, cache = summary["requests"], summary["tokens"], summary["prefix_cache"]
+    occupancy, waste, pressure = summary["occupancy"], summary["tail_waste"], summary["pressure"]
+    time, allocator = summary["time"], summary["allocator"]
+    speculation = summary["speculation"]
+    counted = ["total", "finished", "aborted", "refused"]
+    if requests["unfinished"]:
+        counted.append("unfinished")
+    in_tokens = [
+        ("prompts", show_count(tokens["prompt"])),
+        ("looked up in the cache", show_count(tokens["looked_up"])),
+        ("found there", show_count(tokens["hit"])),
+        ("prefix hit rate", show_share(cache["hit_share"])),
+        ("prefilled", show_count(tokens["prefilled"])),
+        ("decoded", show_count(tokens["decoded"])),
+    ]
+    if speculation["request_steps"]:
+        mean = speculation["mean_committed_tokens"]
+        in_tokens.append(("a speculative step", f"{mean:.2f}"))
+    return [
+        (
+            "Requests",
+            [(name, show_count(requests[name])) for name in counted]
+            + [
+                ("peak running", show_count(requests["peak_running"])),
+                ("retractions", show_count(requests["retractions"])),
+            ],
+        ),
+        ("Tokens", in_tokens),
+        (
+            "Time",
+            [
+                ("steps", show_count(time["steps"])),
+                ("virtual", f"{show_number(time['virtual_seconds'])} s"),
+                ("wall", f"{show_number(time['wall_seconds'])} s"),
+                ("allocator, all", f"{show_number(allocator['total_ms'])} ms"),
+                ("a step, median", f"{show_number(allocator['step_median_us'])} µs"),
+                ("a step, p99", f"{show_number(allocator['step_p99_us'])} µs"),
+                ("a step, mean", f"{show_number(allocator['step_mean_us'])} µs"),
+            ],
+        ),
+        (
+            "Pool",
+            [
+                ("pages in use, mean", show_share(occupancy["mean_share"])),
+                ("pages in use, peak", show_share(occupancy["peak_share"])),
+                ("owned or locked, mean", show_share(occupancy["held_mean_share"])),
+                ("owned or locked, peak", show_share(occupancy["held_peak_share"])),
+                ("tail waste, tokens", show_count(waste["mean_tokens"])),
+                ("tail waste, share", show_share(waste["share"])),
+                ("evicted pages", show_count(cache["evicted_pages"])),
+                ("steps under pressure", show_count(pressure["steps"])),
+                ("least filled then", show_share(pressure["lowest_filled_share"])),
+            ],
+        ),
+    ]
+
+
+def headline(summary: Mapping[str, Any]) -> str:
+    """What was run, in a line."""
+    pool = summary["pool"]
+    return (
+        f"{summary['workload']}: {_many(pool['pages'], 'page')} of "
+        f"{_many(pool['page_tokens'], 'token')} on {summary['device']}"
+    )
+
+
+def to_table(summary: Mapping[str, Any]) -> Group:
+    """The outcome for a terminal or a file, to be printed by a rich console.
+
+    It is made for 80 columns; on less, text wraps and nothing is cut off.
+
+    Raises:
+        ReportError: rich is not installed.
+    """
+    need_extra("cli", "rich")
+    from rich.console import Group
+    from rich.text import Text
+
+    good = summary["verdict"]["outcome"] == "sound"
+    verdict = summary["verdict"]["text"]
+    parts: list[Text | Table] = [
+        Text(headline(summary), style="bold"),
+        Text(""),
+        _figures_table(summary),
+        Text(""),
+    ]
+    if summary["allocator"]["verbs"]:
+        parts += [_verbs_table(summary["allocator"]["verbs"]), Text("")]
+    parts.append(Text(verdict, style="bold green" if good else "bold red"))
+    return Group(*parts)
+
+
+def _figures_table(summary: Mapping[str, Any]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    groups = figures(summary)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(2):
+        table.add_column(overflow="fold")
+        table.add_column(justify="right", no_wrap=True, overflow="fold")
+
+    def lines(chosen: Iterable[tuple[str, list[tuple[str, str]]]]) -> list[tuple[Text, Text]]:
+        found: list[tuple[Text, Text]] = []
+        for title, pairs in chosen:
+            if found:
+                found.append((Text(""), Text("")))
+            found.append((Text(title, style="bold"), Text("")))
+            found += [(Text(f"  {label}"), Text(value)) for label, value in pairs]
+        return found
+
+    blank = (Text(""), Text(""))
+    for left, right in zip_longest(lines(groups[::2]), lines(groups[1::2]), fillvalue=blank):
+        table.add_row(*left, *right)
+    return table
+
+
+def _verbs_table(verbs: Mapping[str, Any]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("Allocator time by verb", overflow="fold")
+    for name in ("calls", "median µs", "p99 µs", "total ms", "share"):
+        table.add_column(name, justify="right", no_wrap=True, overflow="fold")
+    for verb, row in by_total(verbs):
+        table.add_row(
+            Text(verb),
+            show_count(row["calls"]),
+            show_number(row["median_us"]),
+            show_number(row["p99_us"]),
+            show_number(row["total_ms"]),
+            show_share(row["share"]),
+        )
+    return table
+
+
+def by_total(verbs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The verbs, those that took most time first."""
+    return sorted(verbs.items(), key=lambda item: -item[1]["total_ms"])
