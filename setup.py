@@ -50,6 +50,7 @@ setup(
     package_dir={"sgalloc.cuda": "cuda"},
     package_data={
         "sgalloc": ["py.typed"],
+        "sgalloc.replay": ["templates/*.html"],
         "sgalloc.cuda": ["*.cu", "*.cuh", "README.md"],
     },
     zip_safe=False,

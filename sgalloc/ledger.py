@@ -118,14 +118,19 @@ class Ledger:
                 f"handle {bad} names no open request (row {bad & _ROW_MASK}, generation "
                 f"{bad >> _ROW_BITS}): it was released, or never came from this allocator"
             )
+        twice = self.repeated(rows)
+        if twice is not None:
+            raise ValueError(
+                f"handle {int(named[twice])} stands twice in one batch: name each request once"
+            )
+        return rows
+
+    def repeated(self, rows: Int64) -> int | None:
+        """A position whose row stands again later; None where all differ."""
         order = np.arange(rows.size)
         self._mark[rows] = order
         twice = (self._mark.take(rows) != order).nonzero()[0]
-        if twice.size:
-            raise ValueError(
-                f"handle {int(named[twice[0]])} stands twice in one batch: name each request once"
-            )
-        return rows
+        return int(twice[0]) if twice.size else None
 
     def next_rows(self, count: int) -> Int64:
         """The rows that `open` would take now, int64 ``(count,)``; nothing changes.

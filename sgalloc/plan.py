@@ -166,11 +166,14 @@ def mixed_plan(
         ValueError: a request stands in two kinds.
         RowTooNarrow: as `Plan`.
     """
-    kinds = [kind for kind in (extend, decode, reserve) if kind is not None]
+    kinds = [kind for kind in (extend, decode, reserve) if kind is not None and kind[0].size]
     rows = concatenate([kind[0] for kind in kinds], np.int64)
     stop = concatenate([kind[1] for kind in kinds], np.int64)
-    if len(kinds) > 1 and np.unique(rows).size != rows.size:
-        raise ValueError("a request stands in two parts of one plan: name each request once")
+    twice = ledger.repeated(rows) if len(kinds) > 1 else None
+    if twice is not None:
+        raise ValueError(
+            f"row {rows[twice]} stands in two parts of one plan: name each request once"
+        )
     settling = rows.size - (reserve[0].size if reserve is not None else 0)
     return Plan(
         ledger,

@@ -16,7 +16,7 @@ from sgalloc.plan import Plan
 from sgalloc.replay.acceptance import Acceptance
 from sgalloc.replay.clock import StepTime
 from sgalloc.replay.recording import Recording, Totals, time_verbs
-from sgalloc.replay.requests import IntArray, Workload
+from sgalloc.replay.requests import IntArray, Workload, real_number, whole_number
 from sgalloc.replay.state import Requests
 from sgalloc.retraction import choose_victims
 
@@ -47,6 +47,8 @@ class Options:
         spec: speculative decoding, or none.
         acceptance: how many drafted tokens a step keeps; needed with speculation.
         prefix_cache: whether finished requests leave their pages for others.
+        admit: ``"prompt"`` opens a request when its whole prompt fits, ``"chunk"`` when its
+            first chunk does, which fills the pool closer and retracts more.
         headroom: tokens a running request that admission leaves free for its growth.
         abort_rate: share of requests that are aborted at a random point.
         speed: how many times faster than in the workload requests arrive.
@@ -63,6 +65,7 @@ class Options:
     spec: sizing.SpecConfig = field(default_factory=sizing.SpecConfig)
     acceptance: Acceptance | None = None
     prefix_cache: bool = True
+    admit: str = "prompt"
     headroom: int = 32
     abort_rate: float = 0.0
     speed: float = 1.0
@@ -70,6 +73,20 @@ class Options:
     seed: int = 0
     device: str = "auto"
     step_time: StepTime = field(default_factory=StepTime)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run; the allocator looks at the pool itself."""
+        whole_number("running_limit", self.running_limit, 1, 2**20)
+        whole_number("chunk", self.chunk, 1, 2**31 - 1)
+        whole_number("headroom", self.headroom, 0, 2**31 - 1)
+        whole_number("check_every", self.check_every, 0, 2**62)
+        whole_number("seed", self.seed, 0, 2**62)
+        real_number("abort_rate", self.abort_rate, 0.0, 1.0)
+        real_number("speed", self.speed, 1e-6, 1e6)
+        if self.admit not in ("prompt", "chunk"):
+            raise ValueError(f"admit is {self.admit!r}: give 'prompt' or 'chunk'")
+        if self.spec.algorithm != "none" and self.acceptance is None:
+            raise ValueError(f"speculation by {self.spec.algorithm} needs an acceptance model")
 
 
 class Engine:
@@ -263,9 +280,14 @@ class Engine:
                 return True
             handle, matched = self._open(which)
             fill = requests.fill(which)
-            need = alloc.plan(extend=(handle, fill)).num_new_pages
-            growth = -(-options.headroom // options.page_size) * (self._running.size + 1)
-            room = alloc.available(counting_cache=True) - self._owed() - growth
+            first = fill
+            room = alloc.available(counting_cache=True)
+            room -= -(-options.headroom // options.page_size) * (self._running.size + 1)
+            if options.admit == "chunk":
+                first = min(fill, matched + options.chunk - backlog)
+            else:
+                room -= self._owed()
+            need = alloc.plan(extend=(handle, first)).num_new_pages
             if need > room and active:
                 alloc.release(handle)
                 self._blocked = (self._totals.steps, alloc.available(counting_cache=True))

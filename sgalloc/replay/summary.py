@@ -146,9 +146,7 @@ def summarise(recording: Recording) -> dict[str, Any]:
 def samples(recording: Recording) -> dict[str, FloatArray]:
     """The samples as float64 arrays of one length, in case an interrupt cut the last one short."""
     size = min(len(column) for column in recording.samples.values())
-    return {
-        name: np.array(column[:size], np.float64) for name, column in recording.samples.items()
-    }
+    return {name: np.array(column[:size], np.float64) for name, column in recording.samples.items()}
 
 
 def write_json(summary: Mapping[str, Any], directory: str | PathLike[str]) -> Path:
@@ -280,13 +278,15 @@ def _verdict(recording: Recording) -> dict[str, Any]:
         text = "sound: no law was broken, and every page and row came back"
     if recording.interrupted:
         text += " (interrupted before the end of the workload)"
+    # A broken law ends the run before anything is counted.
+    counted = recording.violation is None
     return {
         "outcome": "sound" if recording.sound else "broken",
         "text": text,
         "violation": recording.violation,
         "interrupted": recording.interrupted,
-        "leaked_pages": pages,
-        "leaked_rows": rows,
+        "leaked_pages": pages if counted or pages else None,
+        "leaked_rows": rows if counted or rows else None,
     }
 
 
@@ -308,68 +308,75 @@ def show_share(value: float | None) -> str:
 
 
 def show_number(value: float | None) -> str:
-    """A measure with three digits at least, where it has them."""
+    """A measure, with more digits behind the point where it is small."""
     if value is None:
         return "–"
-    return f"{value:,.1f}" if abs(value) >= 10 or value == 0 else f"{value:.3g}"
+    if value == 0 or value >= 10:
+        return f"{value:,.1f}"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+_FIGURES: dict[str, tuple[tuple[str, str, Callable[[float | None], str], str], ...]] = {
+    "Requests": (
+        ("total", "requests.total", show_count, ""),
+        ("finished", "requests.finished", show_count, ""),
+        ("aborted", "requests.aborted", show_count, ""),
+        ("refused", "requests.refused", show_count, ""),
+        ("unfinished", "requests.unfinished", show_count, ""),
+        ("peak running", "requests.peak_running", show_count, ""),
+        ("retractions", "requests.retractions", show_count, ""),
+    ),
+    "Tokens": (
+        ("prompts", "tokens.prompt", show_count, ""),
+        ("looked up in cache", "tokens.looked_up", show_count, ""),
+        ("found there", "tokens.hit", show_count, ""),
+        ("prefix hit rate", "prefix_cache.hit_share", show_share, ""),
+        ("prefilled", "tokens.prefilled", show_count, ""),
+        ("decoded", "tokens.decoded", show_count, ""),
+        ("per speculative step", "speculation.mean_committed_tokens", show_number, ""),
+    ),
+    "Time": (
+        ("steps", "time.steps", show_count, ""),
+        ("virtual", "time.virtual_seconds", show_number, " s"),
+        ("wall", "time.wall_seconds", show_number, " s"),
+        ("allocator, total", "allocator.total_ms", show_number, " ms"),
+        ("allocator/step median", "allocator.step_median_us", show_number, " µs"),
+        ("allocator/step p99", "allocator.step_p99_us", show_number, " µs"),
+        ("allocator/step mean", "allocator.step_mean_us", show_number, " µs"),
+    ),
+    "Pool": (
+        ("occupied, mean", "occupancy.mean_share", show_share, ""),
+        ("occupied, peak", "occupancy.peak_share", show_share, ""),
+        ("owned or locked, mean", "occupancy.held_mean_share", show_share, ""),
+        ("owned or locked, peak", "occupancy.held_peak_share", show_share, ""),
+        ("tail waste, tokens", "tail_waste.mean_tokens", show_count, ""),
+        ("tail waste, share", "tail_waste.share", show_share, ""),
+        ("evicted pages", "prefix_cache.evicted_pages", show_count, ""),
+        ("steps under pressure", "pressure.steps", show_count, ""),
+        ("filled then, at least", "pressure.lowest_filled_share", show_share, ""),
+    ),
+}
+# Left out where there is nothing to say.
+_IF_ANY = ("requests.unfinished", "speculation.mean_committed_tokens")
 
 
 def figures(summary: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
     """The headline figures in words, as groups of ``(label, value)``."""
-    requests, tokens, cache = summary["requests"], summary["tokens"], summary["prefix_cache"]
-    occupancy, waste, pressure = summary["occupancy"], summary["tail_waste"], summary["pressure"]
-    time, allocator = summary["time"], summary["allocator"]
-    speculation = summary["speculation"]
-    counted = ["total", "finished", "aborted", "refused"]
-    if requests["unfinished"]:
-        counted.append("unfinished")
-    in_tokens = [
-        ("prompts", show_count(tokens["prompt"])),
-        ("looked up in the cache", show_count(tokens["looked_up"])),
-        ("found there", show_count(tokens["hit"])),
-        ("prefix hit rate", show_share(cache["hit_share"])),
-        ("prefilled", show_count(tokens["prefilled"])),
-        ("decoded", show_count(tokens["decoded"])),
-    ]
-    if speculation["request_steps"]:
-        mean = speculation["mean_committed_tokens"]
-        in_tokens.append(("a speculative step", f"{mean:.2f}"))
+
+    def value(key: str) -> Any:
+        group, name = key.split(".")
+        return summary[group][name]
+
     return [
         (
-            "Requests",
-            [(name, show_count(requests[name])) for name in counted]
-            + [
-                ("peak running", show_count(requests["peak_running"])),
-                ("retractions", show_count(requests["retractions"])),
-            ],
-        ),
-        ("Tokens", in_tokens),
-        (
-            "Time",
+            title,
             [
-                ("steps", show_count(time["steps"])),
-                ("virtual", f"{show_number(time['virtual_seconds'])} s"),
-                ("wall", f"{show_number(time['wall_seconds'])} s"),
-                ("allocator, all", f"{show_number(allocator['total_ms'])} ms"),
-                ("a step, median", f"{show_number(allocator['step_median_us'])} µs"),
-                ("a step, p99", f"{show_number(allocator['step_p99_us'])} µs"),
-                ("a step, mean", f"{show_number(allocator['step_mean_us'])} µs"),
+                (label, show(value(key)) + (unit if value(key) is not None else ""))
+                for label, key, show, unit in rows
+                if key not in _IF_ANY or value(key)
             ],
-        ),
-        (
-            "Pool",
-            [
-                ("pages in use, mean", show_share(occupancy["mean_share"])),
-                ("pages in use, peak", show_share(occupancy["peak_share"])),
-                ("owned or locked, mean", show_share(occupancy["held_mean_share"])),
-                ("owned or locked, peak", show_share(occupancy["held_peak_share"])),
-                ("tail waste, tokens", show_count(waste["mean_tokens"])),
-                ("tail waste, share", show_share(waste["share"])),
-                ("evicted pages", show_count(cache["evicted_pages"])),
-                ("steps under pressure", show_count(pressure["steps"])),
-                ("least filled then", show_share(pressure["lowest_filled_share"])),
-            ],
-        ),
+        )
+        for title, rows in _FIGURES.items()
     ]
 
 
@@ -385,7 +392,7 @@ def headline(summary: Mapping[str, Any]) -> str:
 def to_table(summary: Mapping[str, Any]) -> Group:
     """The outcome for a terminal or a file, to be printed by a rich console.
 
-    It is made for 80 columns; on less, text wraps and nothing is cut off.
+    It is made for 80 columns; on fewer, text is folded and nothing is cut off.
 
     Raises:
         ReportError: rich is not installed.
@@ -441,7 +448,7 @@ def _verbs_table(verbs: Mapping[str, Any]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("Allocator time by verb", overflow="fold")
     for name in ("calls", "median µs", "p99 µs", "total ms", "share"):
-        table.add_column(name, justify="right", no_wrap=True, overflow="fold")
+        table.add_column(name, justify="right", overflow="fold")
     for verb, row in by_total(verbs):
         table.add_row(
             Text(verb),

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 
-class Event(Protocol):
-    def query(self) -> bool: ...
+def is_done(event: Any) -> bool:
+    """An event says so by `query()` or by `done`, a value or a method; no event is done."""
+    answer = True if event is None else getattr(event, "query", getattr(event, "done", None))
+    return bool(answer() if callable(answer) else answer)
 
 
 class Refused(Exception):
@@ -53,7 +55,7 @@ class Request:
 class Waiting:
     """What comes back when the event is done."""
 
-    event: Event | None
+    event: Any
     pages: list[int]
     rows: list[int]
     unlock: list[Node]
@@ -157,7 +159,7 @@ class Reference:
 
     def ripe(self) -> bool:
         """Whether something waits behind an event that is already done."""
-        return any(w.event is not None and w.event.query() for w in self.waiting)
+        return any(is_done(waiting.event) for waiting in self.waiting)
 
     def counts(self) -> dict[str, int]:
         nodes = self.nodes()
@@ -166,7 +168,7 @@ class Reference:
             "free": len(self.free),
             "quarantined": sum(len(waiting.pages) for waiting in self.waiting),
             "cached": len(nodes),
-            "locked": sum(1 for node in nodes if node.locks or node.unsettled),
+            "locked": len(nodes) - self.evictable(),
             "pinned": 0,
             "owned": sum(len(r.pages) - len(r.shared) for r in self.requests.values()),
             "high_water": self.high_water,
@@ -247,7 +249,7 @@ class Reference:
 
     def part_with(self, waiting: Waiting) -> None:
         """Give back at once, or when the event is done."""
-        if waiting.event is None or waiting.event.query():
+        if is_done(waiting.event):
             self.give_back(waiting)
         else:
             self.waiting.append(waiting)
@@ -340,7 +342,7 @@ class Reference:
             self.doubts += tokens == 0
 
     def trim(
-        self, names: Sequence[int], lengths: Sequence[int], event: Event | None = None
+        self, names: Sequence[int], lengths: Sequence[int], event: Any = None
     ) -> None:
         self.settle()
         requests = self.find(names)
@@ -363,10 +365,12 @@ class Reference:
         self,
         names: Sequence[int],
         tokens: Sequence[Sequence[int]] | None = None,
-        event: Event | None = None,
+        event: Any = None,
     ) -> None:
         self.settle()
         requests = self.find(names)
+        if not self.prefix_cache:
+            tokens = None
         if tokens is not None:
             self.prove_same_prompt(requests, tokens)
             self.tick += 1
@@ -458,7 +462,7 @@ class Reference:
         self,
         names: Sequence[int],
         tokens: Sequence[Sequence[int]],
-        event: Event | None = None,
+        event: Any = None,
     ) -> None:
         self.settle()
         requests = self.find(names)

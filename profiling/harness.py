@@ -1,0 +1,153 @@
+"""How anything here is timed: alternating sides, one clock reading per call, medians with spread."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter, perf_counter_ns
+from typing import Any, NamedTuple
+
+SUBJECT = "sgalloc"
+LOOP = "python loop"
+
+
+class Step(NamedTuple):
+    """One call of a script.
+
+    Attributes:
+        name: what it is reported as; None for a call that is made and not timed.
+        call: the call.
+        label: tells from its result which kind of call it was, such as one that grows.
+    """
+
+    name: str | None
+    call: Callable[[], Any]
+    label: Callable[[Any], str] | None = None
+
+
+class Side(NamedTuple):
+    """Who is measured, and the calls it makes in one round, in order."""
+
+    name: str
+    steps: list[Step]
+
+
+class Summary(NamedTuple):
+    """Microseconds a call: how many calls, their median, and the 10th and 90th percentile."""
+
+    n: int
+    median: float
+    p10: float
+    p90: float
+
+
+class Key(NamedTuple):
+    """What a series of timings belongs to; ``label`` is empty where calls are of one kind."""
+
+    side: str
+    step: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long one measurement may go on.
+
+    Attributes:
+        seconds: rounds stop once this has passed ...
+        least: ... but not before so many rounds are timed,
+        most: and never later than after so many.
+        warm_up: rounds that are run first and not timed.
+        block: rounds that one side makes before the other has its turn.
+    """
+
+    seconds: float
+    least: int = 5
+    most: int = 1000
+    warm_up: int = 2
+    block: int = 1
+
+
+def alternate(sides: Sequence[Side], effort: Effort) -> dict[Key, list[int]]:
+    """Run the scripts of ``sides`` in turn and time their calls; nanoseconds by key.
+
+    The sides take turns within one run, so that whatever else the machine does hits all of
+    them. The cyclic garbage collector is off meanwhile, as `collector_off` says.
+    """
+    times: dict[Key, list[int]] = {}
+    unlabelled = {
+        (side.name, step.name): times.setdefault(Key(side.name, step.name, ""), [])
+        for side in sides
+        for step in side.steps
+        if step.name is not None
+    }
+    clock = perf_counter_ns
+    with collector_off():
+        for number in range(effort.warm_up):
+            if number == 0 or effort.warm_up > 1:
+                for side in sides:
+                    for step in side.steps:
+                        step.call()
+        end = perf_counter() + effort.seconds
+        rounds = 0
+        while rounds < effort.most and (rounds < effort.least or perf_counter() < end):
+            for side in sides:
+                for _ in range(effort.block):
+                    for name, call, label in side.steps:
+                        begin = clock()
+                        result = call()
+                        took = clock() - begin
+                        if name is None:
+                            continue
+                        if label is None:
+                            unlabelled[side.name, name].append(took)
+                        else:
+                            key = Key(side.name, name, label(result))
+                            times.setdefault(key, []).append(took)
+            rounds += effort.block
+    return {key: series for key, series in times.items() if series}
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Keep the cyclic garbage collector from running, and from looking at what is there now."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def summarize(series: Sequence[int], per: int = 1) -> Summary:
+    """Median and spread of ``series`` (nanoseconds), in microseconds for one of ``per``."""
+    if not series:
+        raise ValueError("there are no timings to summarize: run at least one round")
+    ordered = sorted(series)
+    unit = 1000.0 * per
+    return Summary(
+        len(ordered),
+        _quantile(ordered, 0.5) / unit,
+        _quantile(ordered, 0.1) / unit,
+        _quantile(ordered, 0.9) / unit,
+    )
+
+
+def empty_call() -> Summary:
+    """What the timing itself costs: an empty function between two readings of the clock."""
+    step = Step("empty", lambda: None)
+    times = alternate([Side(SUBJECT, [step])], Effort(seconds=0.05, least=1000, most=5000))
+    return summarize(times[Key(SUBJECT, "empty", "")])
+
+
+def _quantile(ordered: Sequence[int], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -1,0 +1,263 @@
+"""``sgalloc replay``: traffic through the allocator, and the proof that nothing leaked."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from time import monotonic
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sgalloc.errors import AllocError
+from sgalloc.replay.acceptance import PRESETS, Acceptance, preset
+from sgalloc.replay.clock import StepTime
+from sgalloc.replay.engine import Engine, Options
+from sgalloc.replay.page import prepare_directory, write_report
+from sgalloc.replay.prefix_only import replay_prefixes
+from sgalloc.replay.recording import Totals
+from sgalloc.replay.requests import Workload
+from sgalloc.replay.summary import summarise, to_table
+from sgalloc.replay.traces import read_trace
+from sgalloc.replay.workload import generate
+from sgalloc.sizing import SpecConfig
+
+_GIB = 1 << 30
+_REDRAW_SECONDS = 0.1
+
+
+@click.command()
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    help="Mooncake JSON lines or Azure CSV, plain, .xz or .gz; told apart by content.",
+)
+@click.option(
+    "--profile",
+    type=click.Choice(["chat", "code"]),
+    default="chat",
+    show_default=True,
+    help="Generated workload, where no trace is given.",
+)
+@click.option("--limit", type=click.IntRange(1), help="Requests to take.  [default: 1000, or all]")
+@click.option("--speed", type=float, default=1.0, show_default=True, help="Scale arrivals.")
+@click.option("--page-size", type=int, default=64, show_default=True, help="Slots in a page.")
+@click.option("--pages", type=int, help="Pages in the pool; else by --pool-gib.")
+@click.option("--pool-gib", type=float, default=60.0, show_default=True, help="Memory for KV.")
+@click.option(
+    "--bytes-per-token",
+    type=click.IntRange(1),
+    default=131072,
+    show_default=True,
+    help="KV of one token; the default is that of an 8B model with grouped-query attention.",
+)
+@click.option("--running", type=int, default=256, show_default=True, help="Most requests at once.")
+@click.option("--chunk", type=int, default=8192, show_default=True, help="Prefilled tokens a step.")
+@click.option(
+    "--admit",
+    type=click.Choice(["prompt", "chunk"]),
+    default="prompt",
+    show_default=True,
+    help="Open a request when its prompt fits, or when its first chunk does.",
+)
+@click.option(
+    "--headroom",
+    type=int,
+    default=32,
+    show_default=True,
+    help="Tokens a running request that admission leaves free.",
+)
+@click.option(
+    "--spec",
+    type=click.Choice(["none", "eagle", "dflash", "ngram", "uno"]),
+    default="none",
+    show_default=True,
+    help="Speculative decoding.",
+)
+@click.option("--steps", type=int, help="Draft steps.  [default: 3 for eagle and ngram]")
+@click.option("--topk", type=int, default=1, show_default=True, help="Branches of a draft tree.")
+@click.option("--draft-tokens", type=int, help="Drafted tokens.  [default: 4, dflash 16]")
+@click.option(
+    "--accept",
+    help=f"Mean tokens kept a step, or one of {', '.join(PRESETS)}.  [default: 2.65, dflash 4.24]",
+)
+@click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True)
+@click.option("--abort-rate", type=float, default=0.0, show_default=True, help="Share aborted.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--device", default="auto", show_default=True, help="Where the table lives.")
+@click.option("--check", "check_every", type=int, default=0, help="Check both laws every N steps.")
+@click.option(
+    "--cache-only",
+    is_flag=True,
+    help="Feed only the prefix cache, in file order, one page a block; reports the hit rate.",
+)
+@click.option("--share-partial", is_flag=True, help="With --cache-only: cache partial blocks, too.")
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    help="Folder for report.json and a page with plots.",
+)
+def replay(**given: Any) -> None:
+    """Drive the allocator with real or generated traffic.
+
+    Requests arrive on a virtual clock, share prefixes, are prefilled in chunks, decode, are
+    retracted under pressure and resume; at the end every page and row must be back. The exit
+    status is 1 where a law was broken, 2 for bad usage.
+    """
+    try:
+        workload = _workload(given)
+        if given["cache_only"]:
+            _cache_only(workload, given)
+            return
+        options = _options(given)
+        if given["report"] is not None:
+            prepare_directory(given["report"])
+        engine = Engine(workload, options, config=_plain(given))
+    except (ValueError, TypeError, OSError, AllocError, ImportError, MemoryError) as error:
+        _refuse(error)
+    signal.signal(signal.SIGINT, lambda *_: engine.stop())
+    with _progress() as bars:
+        task = bars.add_task("", total=len(workload.requests), note="")
+        last = 0.0
+
+        def show(totals: Totals) -> None:
+            nonlocal last
+            if monotonic() - last >= _REDRAW_SECONDS:
+                last = monotonic()
+                done = totals.finished + totals.aborted + totals.refused
+                note = f"{totals.steps:,} steps, {totals.retractions:,} retractions"
+                bars.update(task, completed=done, note=note)
+
+        recording = engine.run(show)
+        totals = recording.totals
+        done = totals.finished + totals.aborted + totals.refused
+        bars.update(task, completed=done, note=f"{totals.steps:,} steps")
+    Console().print(to_table(summarise(recording)))
+    if given["report"] is not None:
+        for path in write_report(recording, given["report"]):
+            click.echo(f"wrote {path}")
+    if not recording.sound:
+        sys.exit(1)
+
+
+def _workload(given: dict[str, Any]) -> Workload:
+    if given["trace"] is None:
+        return generate(given["profile"], given["limit"] or 1000, seed=given["seed"])
+    workload = read_trace(given["trace"], limit=given["limit"])
+    for problem in workload.problems:
+        click.echo(f"skipped: {problem}", err=True)
+    if workload.skipped:
+        click.echo(f"skipped {workload.skipped} lines of {given['trace']}", err=True)
+    return workload
+
+
+def _pages(given: dict[str, Any], page_size: int) -> int:
+    if given["pages"] is not None:
+        return int(given["pages"])
+    if not 0 < given["pool_gib"] <= 1 << 20:
+        raise ValueError(f"--pool-gib is {given['pool_gib']}: give the GiB that hold the KV")
+    return int(given["pool_gib"] * _GIB / given["bytes_per_token"] / page_size)
+
+
+def _options(given: dict[str, Any]) -> Options:
+    spec = _spec(given)
+    return Options(
+        num_pages=_pages(given, max(given["page_size"], 1)),
+        page_size=given["page_size"],
+        running_limit=given["running"],
+        chunk=given["chunk"],
+        spec=spec,
+        acceptance=_acceptance(spec, given["accept"]),
+        prefix_cache=given["prefix_cache"],
+        admit=given["admit"],
+        headroom=given["headroom"],
+        abort_rate=given["abort_rate"],
+        speed=given["speed"],
+        check_every=given["check_every"],
+        seed=given["seed"],
+        device=given["device"],
+        step_time=StepTime(),
+    )
+
+
+def _spec(given: dict[str, Any]) -> SpecConfig:
+    algorithm = given["spec"]
+    if algorithm == "none":
+        return SpecConfig()
+    draft = given["draft_tokens"]
+    if draft is None:
+        draft = 16 if algorithm == "dflash" else 4
+    steps = given["steps"]
+    if steps is None:
+        steps = 3 if algorithm in ("eagle", "ngram") else 0
+    return SpecConfig(algorithm, steps=steps, topk=given["topk"], draft_tokens=draft)
+
+
+def _acceptance(spec: SpecConfig, accept: str | None) -> Acceptance | None:
+    """How many tokens a step keeps: at most one more than are drafted behind the known one."""
+    if spec.algorithm == "none":
+        return None
+    drafted = {"eagle": spec.steps, "uno": spec.draft_tokens}.get(
+        spec.algorithm, spec.draft_tokens - 1
+    )
+    if accept in PRESETS:
+        return preset(accept, draft_tokens=drafted)
+    if accept is None:
+        mean = 4.24 if spec.algorithm == "dflash" else 2.65
+        return Acceptance(drafted, mean=min(mean, drafted + 1.0))
+    try:
+        return Acceptance(drafted, mean=float(accept))
+    except ValueError as error:
+        raise ValueError(
+            f"--accept is {accept!r}: give a mean from 1 to {drafted + 1} tokens, or one of "
+            f"{', '.join(PRESETS)}"
+        ) from error
+
+
+def _cache_only(workload: Workload, given: dict[str, Any]) -> None:
+    blocks = next((r.block_tokens for r in workload.requests if r.blocks is not None), None)
+    if blocks is None:
+        raise ValueError("--cache-only needs a workload with block ids, and this one has none")
+    with _progress() as bars:
+        task = bars.add_task("", total=len(workload.requests), note="")
+        found = replay_prefixes(
+            workload,
+            _pages(given, blocks),
+            share_partial=given["share_partial"],
+            device=given["device"],
+            progress=lambda index: bars.update(task, completed=index + 1),
+        )
+    click.echo(
+        f"{found.hits:,} of {found.blocks:,} blocks of {blocks} tokens found in a cache of "
+        f"{_pages(given, blocks):,} pages: {100 * found.rate:.2f} % "
+        f"({found.evicted:,} pages evicted)"
+    )
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("replay"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+    )
+
+
+def _plain(given: dict[str, Any]) -> dict[str, object]:
+    """The options as plain values; of files, the names alone."""
+    return {
+        key: value.name if isinstance(value, Path) else value
+        for key, value in given.items()
+        if key != "report"
+    }
+
+
+def _refuse(error: BaseException) -> NoReturn:
+    line = " ".join(str(error).split())
+    click.echo(f"sgalloc replay: {line}", err=True)
+    sys.exit(2)
