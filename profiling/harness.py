@@ -1,4 +1,4 @@
-"""How anything here is timed: alternating sides, one clock reading per call, medians with spread."""
+"""How anything here is timed: sides in turn, the clock read around each call, medians."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Effort:
     least: int = 5
     most: int = 1000
     warm_up: int = 2
-    block: int = 1
+    block: int = 5
 
 
 def alternate(sides: Sequence[Side], effort: Effort) -> dict[Key, list[int]]:
@@ -85,11 +85,10 @@ def alternate(sides: Sequence[Side], effort: Effort) -> dict[Key, list[int]]:
     }
     clock = perf_counter_ns
     with collector_off():
-        for number in range(effort.warm_up):
-            if number == 0 or effort.warm_up > 1:
-                for side in sides:
-                    for step in side.steps:
-                        step.call()
+        for _ in range(effort.warm_up):
+            for side in sides:
+                for step in side.steps:
+                    step.call()
         end = perf_counter() + effort.seconds
         rounds = 0
         while rounds < effort.most and (rounds < effort.least or perf_counter() < end):

@@ -32,6 +32,7 @@ def environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory, 1),
         "system": f"{platform.system()} {platform.machine()}",
+        "huge_pages": _huge_pages(),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "numpy": np.__version__,
         "sgalloc": sgalloc.__version__,
@@ -83,6 +84,15 @@ def _busy_seconds() -> float:
     line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
     user, nice, system, _idle, _wait, irq, softirq, steal = map(int, line.split()[1:9])
     return (user + nice + system + irq + softirq + steal) / _TICKS
+
+
+def _huge_pages() -> str:
+    """When the kernel backs memory by huge pages: NumPy asks for them for large arrays."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists():
+        return "none"
+    chosen = re.search(r"\[(\w+)\]", setting.read_text(encoding="ascii"))
+    return chosen[1] if chosen else "none"
 
 
 def _cpu_info() -> dict[str, str]:

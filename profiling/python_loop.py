@@ -58,9 +58,7 @@ class PythonLoop:
         free_rows: rows, the next to go out last.
     """
 
-    def __init__(
-        self, num_pages: int, page_size: int, max_requests: int, row_width: int
-    ) -> None:
+    def __init__(self, num_pages: int, page_size: int, max_requests: int, row_width: int) -> None:
         self.page_size = page_size
         self.table: Int32 = np.zeros((max_requests + 1, row_width), np.int32)
         self.free_pages = list(range(num_pages, 0, -1))
@@ -243,9 +241,7 @@ class PythonLoop:
                 f"{tokens} tokens wanted, {len(self.free_pages)} pages of {self.page_size} free"
             )
 
-    def _allocate(
-        self, requests: Sequence[Request], cur: Sequence[int], nxt: Sequence[int]
-    ) -> int:
+    def _allocate(self, requests: Sequence[Request], cur: Sequence[int], nxt: Sequence[int]) -> int:
         """Take pages for positions ``[cur, nxt)`` of each request and write its row."""
         size, table = self.page_size, self.table
         before, after = np.array(cur, np.int64), np.array(nxt, np.int64)

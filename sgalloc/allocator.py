@@ -15,10 +15,10 @@ from sgalloc.contiguity import Runs, page_runs
 from sgalloc.core import Core
 from sgalloc.device import open_device
 from sgalloc.errors import AllocError, StalePlan
-from sgalloc.inputs import Int64, counts, int64_array, whole_number
-from sgalloc.ledger import Batch, Ledger
+from sgalloc.inputs import Int64, counts, int64_array, token_sequences, whole_number
+from sgalloc.ledger import Batch, Ledger, names_one
 from sgalloc.pages import Int32, PagePool
-from sgalloc.plan import Plan, mixed_plan
+from sgalloc.plan import Gather, Plan, mixed_plan
 from sgalloc.prefix import Match
 from sgalloc.stats import GroupStats, RowStats, Stats
 
@@ -206,9 +206,9 @@ class KVAllocator:
                 f"{self._ledger.allocated[row]} tokens of row {row}"
             )
         if out is not None:
-            self._core.device.gather(
-                rows, first, last, self._core.device.checked_out(out, int((last - first).sum()))
-            )
+            size = int((last - first).sum())
+            target = self._core.device.checked_out(out, size)
+            self._core.device.write(None, None, Gather(rows, first, last, size, target), None)
             return out
         return self._core.device.gather(rows, first, last)
 
@@ -414,8 +414,9 @@ class KVAllocator:
         """
         rows, prefix = self._ledger.rows_of(x), self._core.prefix
         prepared = []
-        if prefix is not None and tokens is not None:
-            prepared = prefix.prepare(rows, tokens, single=np.ndim(x) == 0)
+        if tokens is not None:
+            known = token_sequences(tokens, rows.size, names_one(x))
+            prepared = prefix.prepare(rows, known) if prefix is not None else []
         returning.release(self._core, rows, prepared, after)
 
     @_verb

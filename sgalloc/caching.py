@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sgalloc.errors import InsideSharedPage, RowTooNarrow, StalePlan
-from sgalloc.inputs import Int64, int64_array
-from sgalloc.ledger import Ledger
-from sgalloc.pages import CACHED, WAITING, PagePool
+from sgalloc.inputs import Int64, int64_array, token_sequences
+from sgalloc.ledger import Ledger, names_one
+from sgalloc.pages import CACHED, WAITING, Int32, PagePool
+from sgalloc.plan import Segments
 from sgalloc.prefix import Match, Node, RadixTree
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ class PrefixCache:
         Raises:
             ValueError: the ids differ from the prefix that a request was opened with.
         """
-        prepared = self.prepare(self._ledger.rows_of(x), tokens, single=np.ndim(x) == 0)
+        rows = self._ledger.rows_of(x)
+        prepared = self.prepare(rows, token_sequences(tokens, rows.size, names_one(x)))
         event = self._quarantine.pending(after)
         self._quarantine.settle()
         self.tree.tick()
@@ -95,27 +97,30 @@ class PrefixCache:
 
     # -- for the allocator -----------------------------------------------------------------
 
-    def prepare(self, rows: Int64, tokens: Any, single: bool = False) -> list[Prepared]:
+    def prepare(self, rows: Int64, tokens: Sequence[Int64 | None]) -> list[Prepared]:
         """What of each request can enter the tree. Changes nothing.
 
         Raises:
-            TypeError, ValueError: bad tokens, or others than the request was opened with.
+            ValueError: other tokens than the request was opened with.
         """
         size = self._ledger.page_size
         prepared = []
-        for row, ids in zip(rows.tolist(), _sequences(tokens, rows.size, single), strict=True):
-            if ids is None:
+        for row, known in zip(rows.tolist(), tokens, strict=True):
+            if known is None:
                 continue
-            known = int64_array(ids, "tokens")
             pages = min(int(self._ledger.committed[row]), known.size) // size
             whole = np.ascontiguousarray(known[: pages * size])
             shared = min(int(self._ledger.shared[row]), pages)
             if shared:
-                matched = self.tree.common(self._ledger.namespace.get(row), whole)[1]
-                if matched < shared:
+                node, _ = self.tree.common(self._ledger.namespace.get(row), whole)
+                # Other ids may be cached, too, so it is the path that has to be the same.
+                path = self.tree.pages_to(node)[:shared]
+                same = path == self._ledger.pages[row, : path.size]
+                at = path.size if same.all() else int(same.argmin())
+                if at < shared:
                     raise ValueError(
-                        f"tokens of row {row} differ from its shared prefix on page {matched} "
-                        f"(positions {matched * size}..{(matched + 1) * size - 1}): "
+                        f"tokens of row {row} differ from its shared prefix on page {at} "
+                        f"(positions {at * size}..{(at + 1) * size - 1}): "
                         "pass the ids that the request was opened with"
                     )
             prepared.append(Prepared(row, whole, pages))
@@ -151,13 +156,11 @@ class PrefixCache:
                 )
             if match.pages.size > ledger.row_pages:
                 raise RowTooNarrow(0, match.length, ledger.row_width)
-        rows = ledger.next_rows(len(matches)).tolist()
-        for row, match in zip(rows, matches, strict=True):
-            if match.length:
-                self._device.rewrite(row, 0, match.pages)
+        rows = ledger.next_rows(len(matches))
+        self._write(rows, np.zeros_like(rows), [match.pages for match in matches])
         handles = ledger.open(len(matches))
         self.tree.tick()
-        for row, match, node in zip(rows, matches, nodes, strict=True):
+        for row, match, node in zip(rows.tolist(), matches, nodes, strict=True):
             if match.namespace is not None:
                 ledger.namespace[row] = match.namespace
             if node is None:
@@ -213,24 +216,35 @@ class PrefixCache:
             if one.pages:
                 self.tree.match(ledger.namespace.get(row), one.tokens)
             return
-        node, matched = self.enter(one)
+        known, matched = self.tree.common(ledger.namespace.get(row), one.tokens)
+        twins = self.tree.pages_to(known)[shared:matched]
+        duplicates = ledger.pages[row, shared : shared + twins.size].copy()
+        if twins.size:
+            self._write(np.array([row]), np.array([shared]), [twins])
+        node, _ = self.enter(one)
         assert node is not None
         old = self.holds.pop(row, None)
         self._hold(row, node)
         if old is not None:
             self.tree.unlock(old)
-        duplicates = ledger.pages[row, shared:matched].copy() if matched > shared else None
-        if duplicates is None:
-            ledger.share(row, one.pages)
-            return
-        pages = self.tree.pages_to(node)
-        self._device.rewrite(row, shared, pages[shared:matched])
-        ledger.share(row, one.pages, pages)
+        ledger.share(row, one.pages, shared, twins)
         if event is None:
             self._pool.give(duplicates, row)
-        else:
-            self._pool.hand_over(duplicates, row, WAITING)
-            self._quarantine.add(event, duplicates, np.empty(0, np.int64), [])
+            return
+        self._pool.hand_over(duplicates, row, WAITING)
+        fresh = [node] if matched < one.pages else []
+        for new in fresh:
+            self.tree.lock(new)
+        self._quarantine.add(event, duplicates, np.empty(0, np.int64), fresh)
+
+    def _write(self, rows: Int64, first: Int64, pages: Sequence[Int32]) -> None:
+        """Write runs of cached pages into the table."""
+        count = np.array([ids.size for ids in pages])
+        some = count > 0
+        if some.any():
+            total = int(count.sum())
+            runs = Segments(rows[some], first[some], count[some], total, self._ledger.per_row)
+            self._device.write(runs, np.concatenate(pages), None, None)
 
     def _hold(self, row: int, node: Node | None) -> None:
         if node is not None:
@@ -249,16 +263,3 @@ def checked_namespace(namespace: Any) -> Any:
     if isinstance(namespace, np.integer):
         return int(namespace)
     raise TypeError(f"namespace must be None, an int, a str or bytes, got {namespace!r}")
-
-
-def _sequences(tokens: Any, n: int, single: bool) -> Sequence[Any]:
-    """``tokens`` as one sequence per request."""
-    if not hasattr(tokens, "__len__"):
-        raise TypeError(f"tokens must be one sequence of ids per request, got {tokens!r}")
-    if single and (not len(tokens) or (np.ndim(tokens[0]) == 0 and tokens[0] is not None)):
-        return [tokens]
-    if len(tokens) != n:
-        raise ValueError(
-            f"tokens has {len(tokens)} sequences for {n} requests: pass one per request"
-        )
-    return list(tokens)

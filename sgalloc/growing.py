@@ -8,7 +8,7 @@ import numpy as np
 
 from sgalloc.core import Core
 from sgalloc.errors import OutOfPages
-from sgalloc.plan import Plan
+from sgalloc.plan import Gather, Plan
 from sgalloc.prefix import Victim
 
 
@@ -18,27 +18,26 @@ def apply(core: Core, plan: Plan, out: Any, after: Any) -> None:
     Raises:
         OutOfPages: it does not fit, and nothing was evicted.
     """
-    device, ledger = core.device, core.ledger
+    device, ledger, pool = core.device, core.ledger, core.pool
+    gather = None
     if out is not None:
-        out = device.checked_out(out, int((plan.stop - plan.start).sum()))
+        size = int((plan.stop - plan.start).sum())
+        target = device.checked_out(out, size)
+        gather = Gather(plan.rows, plan.start, plan.stop, size, target)
     growth = plan.growth
-    victims: list[Victim] = []
-    if growth is not None:
-        if growth.total > core.pool.free:
+    if growth is None:
+        plan.ready = device.write(None, None, gather, after)
+    else:
+        victims, leaving = [], None
+        if growth.total > pool.free:
             victims = _victims(core, growth.total)
-        leaving = np.concatenate([v.pages for v in victims]) if victims else None
-        ids = core.pool.peek(growth.total, leaving)
-    if after is not None:
-        device.wait_for(after)
-    if growth is not None:
-        device.assign(growth, ids)
-    if out is not None:
-        device.gather(plan.rows, plan.start, plan.stop, out)
-    if growth is not None:
+            leaving = np.concatenate([victim.pages for victim in victims])
+        ids = pool.peek(growth.total, leaving)
+        plan.ready = device.write(growth, ids, gather, after)
         if leaving is not None:
             core.evict(victims, leaving)
-        core.pool.take(ids, growth.page_rows())
-        ledger.grow(growth.rows, growth.where, ids, growth.allocated)
+        pool.take(ids, growth.page_rows())
+        ledger.grow(growth.rows, growth.where, ids, plan.extents)
     if plan.settling is not None:
         ledger.settle_at(plan.settling, plan.stop[: plan.settling.size])
     if plan.decoding is not None:

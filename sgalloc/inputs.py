@@ -44,6 +44,8 @@ def int64_array(value: Any, name: str) -> Int64:
             f"{name} must be numbers on the host, got a device array "
             f"({type(value).__module__}.{type(value).__name__}): pass the host copy you keep"
         )
+    if isinstance(value, (list, tuple)) and any(isinstance(v, (bool, np.bool_)) for v in value):
+        raise TypeError(f"{name} must be integers, got {_shown(value)}")
     try:
         array = np.asarray(value)
     except OverflowError:
@@ -88,6 +90,29 @@ def counts(value: Any, n: int, name: str) -> int | Int64:
         if not 0 <= worst <= LIMIT:
             whole_number(worst, f"{name}[{int(array.view(np.uint64).argmax())}]")
     return array
+
+
+def token_sequences(tokens: Any, n: int, single: bool) -> list[Int64 | None]:
+    """``tokens`` as one int64 array a request; None where a request's are not known.
+
+    Args:
+        tokens: one sequence of ids a request; for a ``single`` request also a flat one.
+        n: requests.
+        single: whether the caller named one handle, not a sequence of handles.
+
+    Raises:
+        TypeError: not sequences of integers.
+        ValueError: not ``n`` of them.
+    """
+    if not hasattr(tokens, "__len__") or isinstance(tokens, (str, bytes)):
+        raise TypeError(f"tokens must be one sequence of ids per request, got {tokens!r}")
+    if single and (not len(tokens) or (np.ndim(tokens[0]) == 0 and tokens[0] is not None)):
+        tokens = [tokens]
+    if len(tokens) != n:
+        raise ValueError(
+            f"tokens has {len(tokens)} sequences for {n} requests: pass one per request"
+        )
+    return [None if ids is None else int64_array(ids, "tokens") for ids in tokens]
 
 
 def _shown(value: Any) -> str:

@@ -189,16 +189,16 @@ class Ledger:
         self.committed[row] = self.allocated[row] = count * self.page_size
         self.version += 1
 
-    def share(self, row: int, count: int, pages: Int32 | None = None) -> None:
+    def share(self, row: int, count: int, first: int, twins: Int32) -> None:
         """From now on the first ``count`` pages of ``row`` belong to the prefix cache.
 
         Args:
             row: the row.
             count: pages.
-            pages: int32, the ids that take the place of the row's own, where they differ.
+            first: number of the page from which ``twins`` take the place of the row's own.
+            twins: page ids, int32.
         """
-        if pages is not None:
-            self.pages[row, :count] = pages
+        self.pages[row, first : first + twins.size] = twins
         self.shared[row] = count
         self.version += 1
 
@@ -313,6 +313,11 @@ class Batch:
             ledger.rows_of(self.handles)
             self._epoch = ledger.epoch
         return self.rows
+
+
+def names_one(x: Any) -> bool:
+    """Whether ``x`` is one handle, and not a batch or a sequence of handles."""
+    return not isinstance(x, Batch) and np.ndim(x) == 0
 
 
 def touch(column: Int32) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from sgalloc.errors import RowTooNarrow
@@ -11,36 +13,50 @@ from sgalloc.ledger import Ledger, concatenate, spread
 _NO_ROWS: Int64 = np.empty(0, np.int64)
 
 
-class Growth:
-    """The pages that a plan adds, request by request in the order of the plan.
+class Segments:
+    """Runs of pages to be written into rows, one after the other.
 
     Attributes:
-        rows: rows that grow, int64 ``(n,)``.
-        first: number of the first new page of each row, int64 ``(n,)``.
-        count: new pages of each row, int64 ``(n,)``, at least 1.
-        total: new pages in all.
-        allocated: A of each row afterwards, tokens, int64 ``(n,)``.
-        where: flat places of the new pages in the page lists, ``row * row_pages + number``,
+        rows: the rows, int64 ``(n,)``.
+        first: number of the first page of each run in its row, int64 ``(n,)``.
+        count: pages of each run, int64 ``(n,)``, at least 1.
+        total: pages in all.
+        where: flat places of the pages in the page lists, ``row * row_pages + number``,
             int64 ``(total,)``.
     """
 
-    __slots__ = ("allocated", "count", "first", "rows", "total", "where")
+    __slots__ = ("count", "first", "rows", "total", "where")
 
-    def __init__(
-        self, rows: Int64, first: Int64, count: Int64, total: int, allocated: Int64, per_row: Int64
-    ) -> None:
+    def __init__(self, rows: Int64, first: Int64, count: Int64, total: int, per_row: Int64) -> None:
         self.rows = rows
         self.first = first
         self.count = count
         self.total = total
-        self.allocated = allocated
         where = rows * per_row
         where += first
         self.where = where if total == rows.size else spread(where, count)
 
     def page_rows(self) -> Int64:
-        """The row of each new page, int64 ``(total,)``."""
+        """The row of each page, int64 ``(total,)``."""
         return self.rows if self.total == self.rows.size else self.rows.repeat(self.count)
+
+
+class Gather(NamedTuple):
+    """Slots asked for: those of positions ``[start, stop)`` of each row, flat.
+
+    Attributes:
+        rows: int64 ``(n,)``.
+        start: int64 ``(n,)``.
+        stop: int64 ``(n,)``.
+        size: slots in all.
+        out: the device's array that receives them, int32 or int64 ``(size,)``.
+    """
+
+    rows: Int64
+    start: Int64
+    stop: Int64
+    size: int
+    out: Any
 
 
 class Plan:
@@ -53,17 +69,22 @@ class Plan:
         start: C before, tokens, int64 ``(n,)``; ``out`` receives the slots from here ...
         stop: ... up to here, tokens, int64 ``(n,)``.
         num_new_pages: pages in all groups together.
+        growth: the pages that it adds, or None for none.
+        extents: A afterwards of the rows that grow, tokens, int64, as ``growth.rows``.
         fits: whether the pages could be had when the plan was made.
+        ready: once applied, an event that is done when the table is written.
     """
 
     __slots__ = (
         "cur",
         "decoding",
+        "extents",
         "fits",
         "growth",
         "ledger",
         "num_new_pages",
         "nxt",
+        "ready",
         "rows",
         "settling",
         "start",
@@ -102,11 +123,13 @@ class Plan:
         self.decoding = decoding
         self.version = ledger.version
         self.fits = True
+        self.ready: Any = None
         cur = self.cur = ledger.allocated.take(rows)
         at = (stop > cur).nonzero()[0]
         if not at.size:
             self.nxt = cur
-            self.growth: Growth | None = None
+            self.growth: Segments | None = None
+            self.extents = _NO_ROWS
             self.num_new_pages = 0
             return
         per_page = ledger.per_page
@@ -127,7 +150,8 @@ class Plan:
         # Below some dozens a list adds up faster than a reduction starts.
         total = sum(count.tolist()) if at.size < 64 else int(count.sum())
         self.num_new_pages = total
-        self.growth = Growth(growing, first, count, total, last, ledger.per_row)
+        self.extents = last
+        self.growth = Segments(growing, first, count, total, ledger.per_row)
 
     @property
     def need(self) -> dict[str, int]:

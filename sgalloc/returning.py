@@ -75,7 +75,7 @@ def _enter(
     Returns:
         Marks in pages, int64 ``(n,)`` each: a request's own pages below the first are
         duplicates of cached ones, those from the second on are not settled or not known;
-        and the nodes that end where the tokens do.
+        and the nodes that are new.
     """
     upto, resume = held.copy(), held.copy()
     place = {row: at for at, row in enumerate(rows.tolist())}
@@ -86,7 +86,7 @@ def _enter(
         at = place[one.row]
         upto[at] = max(known, shared[at])
         resume[at] = max(one.pages, shared[at])
-        if node is not None:
+        if node is not None and known < one.pages:
             entered.append(node)
     return upto, resume, entered
 

@@ -168,7 +168,7 @@ for _move in (*w.MOVES, move_illegal):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=300,
+    max_examples=800,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

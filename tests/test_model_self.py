@@ -332,7 +332,7 @@ def shared_pages_are_not_locked(self: Reference, node: Node, unlocked: Sequence[
     return not node.unsettled
 
 
-def children_do_not_hold_parents(self: Reference, node: Node, unlocked: Sequence[Node] = ()) -> bool:
+def children_hold_no_parents(self: Reference, node: Node, unlocked: Sequence[Node] = ()) -> bool:
     return not node.unsettled and node.locks == sum(other is node for other in unlocked)
 
 
@@ -365,7 +365,7 @@ FAULTS = {
     "evicts_before_it_refuses": inside(make_room=evicts_before_it_refuses),
     "forgets_who_was_used_last": inside(evict_one=forgets_who_was_used_last),
     "shared_pages_are_not_locked": inside(can_go=shared_pages_are_not_locked),
-    "children_do_not_hold_parents": inside(can_go=children_do_not_hold_parents),
+    "children_hold_no_parents": inside(can_go=children_hold_no_parents),
     "duplicates_are_kept": inside(enter=duplicates_are_kept),
     "new_nodes_do_not_wait": inside(part_with=new_nodes_do_not_wait),
 }

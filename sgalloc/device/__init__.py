@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from sgalloc.device.cpu import CpuDevice
 from sgalloc.inputs import Int64
 from sgalloc.pages import Int32
-from sgalloc.plan import Growth
+from sgalloc.plan import Gather, Segments
 
 __all__ = ["CpuDevice", "Device", "open_device"]
 
@@ -24,20 +24,26 @@ class Device(Protocol):
     def warm(self) -> None:
         """Compile, allocate and touch all that a steady step needs."""
 
-    def assign(self, growth: Growth, ids: Int32) -> None:
-        """Write the slots of new pages ``ids`` into the rows that grow."""
+    def write(
+        self, pages: Segments | None, ids: Int32 | None, gather: Gather | None, after: Any
+    ) -> Any:
+        """One launch: the slots of pages ``ids`` go where ``pages`` says, then ``gather``.
 
-    def rewrite(self, row: int, first: int, ids: Int32) -> None:
-        """Write the slots of pages ``ids`` from page number ``first`` of ``row`` on."""
+        Args:
+            pages: runs of pages, or None for none.
+            ids: page ids, int32 ``(pages.total,)``.
+            gather: slots to be gathered after the write, or None.
+            after: a CUDA event that the write waits for, or None.
 
-    def wait_for(self, after: Any) -> None:
-        """Let the writes that follow wait for the event ``after``."""
+        Returns:
+            An event that is done when the table is written.
+        """
 
     def checked_out(self, out: Any, size: int) -> Any:
         """``out`` as this device's array, if it has exactly ``size`` entries of int32 or int64."""
 
-    def gather(self, rows: Int64, start: Int64, stop: Int64, out: Any = None) -> Any:
-        """The slots of positions ``[start, stop)`` of each row, flat, into ``out`` if given."""
+    def gather(self, rows: Int64, start: Int64, stop: Int64) -> Any:
+        """The slots of positions ``[start, stop)`` of each row, flat, as a new int32 array."""
 
     def read_rows(self, rows: Int64) -> Int32:
         """A host copy of whole rows, for checks alone."""

@@ -10,7 +10,20 @@ from numpy.typing import NDArray
 from sgalloc.inputs import Int64
 from sgalloc.ledger import spread, touch
 from sgalloc.pages import Int32
-from sgalloc.plan import Growth
+from sgalloc.plan import Gather, Segments
+
+
+class Done:
+    """An event that is done: what a CPU writes is there when the call returns."""
+
+    done = True
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+
+DONE = Done()
 
 
 class CpuDevice:
@@ -42,35 +55,33 @@ class CpuDevice:
         """``req_to_token``, int32 ``(max_requests + 1, row_width)``."""
         return self._table
 
-    def assign(self, growth: Growth, ids: Int32) -> None:
-        """Write the slots of new pages ``ids`` into the rows that grow."""
-        slots = self._slots(ids)
-        if self._whole_rows:
-            self._by_page[growth.where] = slots
-        else:
-            row, number = np.divmod(growth.where, self._row_pages)
-            self._by_page[row, number] = slots
+    def write(
+        self, pages: Segments | None, ids: Int32 | None, gather: Gather | None, after: Any
+    ) -> Done:
+        """Write the slots of ``ids`` where ``pages`` says, then gather; done on return.
 
-    def rewrite(self, row: int, first: int, ids: Int32) -> None:
-        """Write the slots of pages ``ids`` from page number ``first`` of ``row`` on."""
-        start = first * self._page_size
-        slots = self._slots(ids).reshape(-1)
-        self._table[row, start : start + slots.size] = slots
+        Raises:
+            TypeError: an ``after``, which a CPU cannot wait for.
+        """
+        if after is not None:
+            raise TypeError(
+                f"after={after!r} is for a stream to wait for, and the CPU has none: "
+                "call again when the event is done"
+            )
+        if pages is not None and ids is not None:
+            slots = self._slots(ids)
+            if self._whole_rows:
+                self._by_page[pages.where] = slots
+            else:
+                row, number = np.divmod(pages.where, self._row_pages)
+                self._by_page[row, number] = slots
+        if gather is not None:
+            gather.out[:] = self.gather(gather.rows, gather.start, gather.stop)
+        return DONE
 
     def warm(self) -> None:
         """Touch the table, so that no later step waits for the memory behind it."""
         touch(self._table.reshape(-1))
-
-    def wait_for(self, after: Any) -> None:
-        """A CPU has no stream that could wait.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            f"after={after!r} is for a stream to wait for, and the CPU has none: "
-            "call again when the event is done"
-        )
 
     def checked_out(self, out: Any, size: int) -> NDArray[Any]:
         """``out`` as a NumPy array that shares its memory.
@@ -95,16 +106,10 @@ class CpuDevice:
             raise ValueError("out must be contiguous and writable: pass a fresh array")
         return array
 
-    def gather(
-        self, rows: Int64, start: Int64, stop: Int64, out: NDArray[Any] | None = None
-    ) -> NDArray[Any]:
-        """The slots of positions ``[start, stop)`` of each row, flat, int32 unless ``out``."""
+    def gather(self, rows: Int64, start: Int64, stop: Int64) -> Int32:
+        """The slots of positions ``[start, stop)`` of each row, flat, int32."""
         where = spread(rows * self._row_width + start, stop - start)
-        slots = self._table.reshape(-1).take(where)
-        if out is None:
-            return slots
-        out[:] = slots
-        return out
+        return self._table.reshape(-1).take(where)
 
     def read_rows(self, rows: Int64) -> Int32:
         """A copy of whole rows."""

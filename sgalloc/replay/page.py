@@ -189,7 +189,7 @@ def _plots(recording: Recording, summary: Mapping[str, Any]) -> dict[str, Plot]:
         else ""
     )
     sampled = bool(thinned.start.size)
-    called = any(row["calls"] for row in summary["allocator"]["verbs"].values())
+    called = len(by_total(summary["allocator"]["verbs"]))
     per_cell = recording.num_pages / max(map(len, recording.map_frames), default=1)
     cell = f"{_tick(round(per_cell, 1))} pages of neighbouring ids" if per_cell > 1 else "a page"
     plots = [
@@ -215,7 +215,7 @@ def _plots(recording: Recording, summary: Mapping[str, Any]) -> dict[str, Plot]:
         Plot(
             "verbs",
             "Time in the allocator, by verb",
-            _figure(_verb_time, summary, height=1.3 + 0.3 * _called(summary)) if called else None,
+            _figure(_verb_time, summary, height=1.3 + 0.3 * called) if called else None,
             "Left: all calls together. Right: one call, from its median (dot) to its 99th "
             "percentile (bar).",
         ),
@@ -228,10 +228,6 @@ def _plots(recording: Recording, summary: Mapping[str, Any]) -> dict[str, Plot]:
         ),
     ]
     return {plot.key: plot for plot in plots}
-
-
-def _called(summary: Mapping[str, Any]) -> int:
-    return sum(1 for row in summary["allocator"]["verbs"].values() if row["calls"])
 
 
 def _figure(draw: Callable[..., None], *arguments: Any, height: float = 3.6) -> str:
@@ -258,7 +254,7 @@ def _held(values: FloatArray) -> FloatArray:
 
 
 def _time_axis(axes: Axes, start: float, end: float) -> None:
-    axes.set_xlim(start, end if end > start else start + 1.0)
+    axes.set_xlim(start, end)
     axes.xaxis.set_major_formatter(_tick)
     axes.set_xlabel(_TIME_AXIS)
 
@@ -346,7 +342,7 @@ def _step_time(figure: Figure, recording: Recording, summary: Mapping[str, Any])
 
 
 def _verb_time(figure: Figure, summary: Mapping[str, Any]) -> None:
-    rows = [(verb, row) for verb, row in by_total(summary["allocator"]["verbs"]) if row["calls"]]
+    rows = by_total(summary["allocator"]["verbs"])
     left, right = figure.subplots(1, 2, sharey=True)
     place = np.arange(len(rows))
     totals = [row["total_ms"] for _, row in rows]

@@ -409,8 +409,9 @@ def to_table(summary: Mapping[str, Any]) -> Group:
         _figures_table(summary),
         Text(""),
     ]
-    if summary["allocator"]["verbs"]:
-        parts += [_verbs_table(summary["allocator"]["verbs"]), Text("")]
+    verbs = by_total(summary["allocator"]["verbs"])
+    if verbs:
+        parts += [_verbs_table(verbs), Text("")]
     parts.append(Text(verdict, style="bold green" if good else "bold red"))
     return Group(*parts)
 
@@ -440,7 +441,7 @@ def _figures_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _verbs_table(verbs: Mapping[str, Any]) -> Table:
+def _verbs_table(verbs: Iterable[tuple[str, Any]]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -449,7 +450,7 @@ def _verbs_table(verbs: Mapping[str, Any]) -> Table:
     table.add_column("Allocator time by verb", overflow="fold")
     for name in ("calls", "median µs", "p99 µs", "total ms", "share"):
         table.add_column(name, justify="right", overflow="fold")
-    for verb, row in by_total(verbs):
+    for verb, row in verbs:
         table.add_row(
             Text(verb),
             show_count(row["calls"]),
@@ -462,5 +463,6 @@ def _verbs_table(verbs: Mapping[str, Any]) -> Table:
 
 
 def by_total(verbs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The verbs, those that took most time first."""
-    return sorted(verbs.items(), key=lambda item: -item[1]["total_ms"])
+    """The verbs that were called, those that took most time first."""
+    called = [(verb, row) for verb, row in verbs.items() if row["calls"]]
+    return sorted(called, key=lambda item: -item[1]["total_ms"])

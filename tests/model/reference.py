@@ -341,9 +341,7 @@ class Reference:
             self.changes += tokens > 0
             self.doubts += tokens == 0
 
-    def trim(
-        self, names: Sequence[int], lengths: Sequence[int], event: Any = None
-    ) -> None:
+    def trim(self, names: Sequence[int], lengths: Sequence[int], event: Any = None) -> None:
         self.settle()
         requests = self.find(names)
         for request, length in zip(requests, lengths, strict=True):

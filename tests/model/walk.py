@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import sgalloc
 from model.reference import Match, Plan, Reference, Refused
+
+import sgalloc
 
 REFUSALS: dict[str, tuple[type[Exception], ...]] = {
     "pages": (sgalloc.OutOfPages,),
@@ -350,12 +351,14 @@ class Pair:
         fits = self.ref.fits(plan=ref)
         if fresh:
             self.same("plan.fits", bool(real.fits), fits)
-        self.same("fits(plan)", self.real.fits(real), fits)
-        self.same(
-            "fits(plan, counting_cache=False)",
-            self.real.fits(real, counting_cache=False),
-            self.ref.fits(plan=ref, counting_cache=False),
-        )
+        for counting in (True, False):
+            asked = self.both(
+                f"fits plan, counting_cache={counting}",
+                lambda counting=counting: self.real.fits(real, counting_cache=counting),
+                lambda counting=counting: self.ref.fits(plan=ref, counting_cache=counting),
+            )
+            assert asked is not None
+            self.same(self.log[-1], *asked)
         return fits
 
     def settle(self) -> None:
@@ -381,24 +384,29 @@ class Pair:
         for event in self.events:
             event.over = True
         self.settle()
-        handles = list(self.handles)
-        did = self.both(
-            f"release {handles}",
-            lambda: self.real.release(handles),
-            lambda: self.ref.release(self.names(handles)),
-        )
-        assert did is not None
-        self.forget(handles)
-        self.compare()
+        self.release_all()
         self.same(
             "pages that came back",
             self.real.available("full", counting_cache=True),
             self.config.num_pages,
         )
-        rows = self.real.open(self.config.max_requests)
-        self.same("rows that came back", len(rows), self.config.max_requests)
-        self.real.release(rows)
-        self.real.check()
+        count = self.config.max_requests
+        did = self.both(
+            f"open {count}", lambda: self.real.open(count), lambda: self.ref.open(count)
+        )
+        if not self.opened(did, [(None, [])] * count):
+            self.fail("not all rows came back")
+        self.release_all()
+
+    def release_all(self) -> None:
+        handles = list(self.handles)
+        self.both(
+            f"release {handles}",
+            lambda: self.real.release(handles),
+            lambda: self.ref.release(self.names(handles)),
+        )
+        self.forget(handles)
+        self.compare()
 
 
 class Chooser:
@@ -680,6 +688,12 @@ def move_apply_kept(pair: Pair, choose: Chooser) -> None:
     pair.settle()
     if kept.ref.changes == pair.ref.changes:
         pair.same_plan(kept.real, kept.ref, fresh=False)
+    else:
+        try:
+            fits = pair.real.fits(kept.real)
+        except sgalloc.StalePlan:
+            fits = False
+        pair.same("fits of a stale plan", fits, False)
     did = pair.both(
         "apply kept plan", lambda: pair.real.apply(kept.real), lambda: pair.ref.apply(kept.ref)
     )

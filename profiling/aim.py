@@ -1,0 +1,105 @@
+"""The steps that the project set itself a limit for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from profiling.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
+from profiling.measured import Bench, Record, records_of
+from profiling.python_loop import Request
+from profiling.twins import Shape, Twins
+from profiling.verbs import RESERVE, Course, agree, growth
+
+BATCH = 256
+RELEASED = 64
+RELEASED_TOKENS = 1000
+# How the sides take turns: an engine that does little else between two steps, and one whose
+# caches hold something else each time.
+TURNS = {"in blocks of 25 steps": 25, "step by step": 1}
+
+
+def run(page_sizes: Iterable[int], effort: Effort, batch: int = BATCH) -> Bench:
+    """Speculative steps and releases, with both ways of taking turns."""
+    records: list[Record] = []
+    compared = 0
+    for page_size in page_sizes:
+        for turns, block in TURNS.items():
+            pace = Effort(effort.seconds, effort.least, effort.most, effort.warm_up, block)
+            at = {"batch": batch, "page": page_size, "turns": turns}
+            twins = Twins(Shape(batch, page_size, history=1000, row_width=1536))
+            twins.fill()
+            records += records_of(alternate(step_sides(twins), pace), at)
+            agree(twins)
+            at = {"batch": RELEASED, "page": page_size, "turns": turns}
+            twins = Twins(Shape(RELEASED, page_size, RELEASED_TOKENS, row_width=1536))
+            times = alternate(release_sides(twins), pace)
+            records += records_of(times, at, per=RELEASED)
+            agree(twins)
+            compared += 2
+    return Bench(records, compared)
+
+
+def step_sides(twins: Twins) -> list[Side]:
+    """Reserve, the same again (which needs nothing), commit: for ever, cut back when full."""
+    alloc, loop, requests, base = twins.alloc, twins.loop, twins.requests, twins.base
+    batch, lengths = alloc.batch(twins.handles), base.tolist()
+    mine, theirs = Course(twins), Course(twins)
+    theirs.arrays, theirs.lists = mine.arrays, mine.lists
+
+    def cut_mine() -> None:
+        if mine.advance():
+            alloc.trim(batch, base)
+
+    def cut_theirs() -> None:
+        if theirs.advance():
+            loop.trim(requests, lengths)
+
+    return [
+        Side(
+            SUBJECT,
+            [
+                Step("reserve", lambda: alloc.reserve(batch, RESERVE), growth),
+                Step("reserve again", lambda: alloc.reserve(batch, RESERVE)),
+                Step("commit", lambda: alloc.commit(batch, mine.arrays[mine.at])),
+                Step(None, cut_mine),
+            ],
+        ),
+        Side(
+            LOOP,
+            [
+                Step("reserve", lambda: loop.reserve(requests, RESERVE), growth),
+                Step("reserve again", lambda: loop.reserve(requests, RESERVE)),
+                Step("commit", lambda: loop.commit(requests, theirs.lists[theirs.at])),
+                Step(None, cut_theirs),
+            ],
+        ),
+    ]
+
+
+def release_sides(twins: Twins) -> list[Side]:
+    """Release a batch whose requests hold `RELEASED_TOKENS` each."""
+    alloc, loop, shape = twins.alloc, twins.loop, twins.shape
+    requests = [Request() for _ in range(shape.batch)]
+    lengths = [shape.history] * shape.batch
+    handles = [np.empty(0, np.int64)]
+
+    def fill_mine() -> None:
+        handles[0] = alloc.open(shape.batch)
+        alloc.extend(handles[0], shape.history)
+
+    def fill_theirs() -> None:
+        loop.open(requests)
+        loop.extend(requests, lengths)
+
+    return [
+        Side(
+            SUBJECT,
+            [Step(None, fill_mine), Step("release", lambda: alloc.release(handles[0]))],
+        ),
+        Side(
+            LOOP,
+            [Step(None, fill_theirs), Step("release", lambda: loop.release(requests))],
+        ),
+    ]
