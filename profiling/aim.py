@@ -27,7 +27,7 @@ def run(page_sizes: Iterable[int], effort: Effort, batch: int = BATCH) -> Bench:
     for page_size in page_sizes:
         for turns, block in TURNS.items():
             pace = Effort(effort.seconds, effort.least, effort.most, effort.warm_up, block)
-            at = {"batch": batch, "page": page_size, "turns": turns}
+            at: dict[str, int | str] = {"batch": batch, "page": page_size, "turns": turns}
             twins = Twins(Shape(batch, page_size, history=1000, row_width=1536))
             twins.fill()
             records += records_of(alternate(step_sides(twins), pace), at)

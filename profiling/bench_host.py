@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import click
 from rich.console import Console
 
-from profiling import aim, breakdown, cache_verbs, machine, measured, scaling, tables, verbs
+from profiling import (
+    aim,
+    answers,
+    breakdown,
+    cache_verbs,
+    machine,
+    measured,
+    scaling,
+    tables,
+    verbs,
+)
 from profiling.harness import Effort
 from profiling.measured import Bench
 
@@ -96,7 +107,7 @@ def measure(size: Size, names: tuple[str, ...], console: Console) -> dict[str, A
         with console.status(f"{name} ..."):
             benches[name] = RUNNERS[name](size)
         part = measured.document({}, {}, {name: benches[name]})
-        for table in tables.build(part, name):
+        for table in answers.build(part, name):
             console.print(table.rich())
     run = watch.report(size.effort, sum(bench.states_compared for bench in benches.values()))
     data = measured.document(environment, run, benches)
@@ -120,16 +131,26 @@ def measure(size: Size, names: tuple[str, ...], console: Console) -> dict[str, A
 )
 def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
     """Measure sgalloc on the host, beside the plain Python loop: about three minutes."""
+    if out is not None:
+        _prepare(out)
     data = measure(QUICK if quick else FULL, only or tuple(RUNNERS), Console())
     if out is not None:
         path = out / machine.slug(data["environment"]) / "host.json"
-        try:
-            measured.write(data, path)
-        except OSError as error:
-            raise click.ClickException(
-                f"cannot write {path}: {error.strerror}; name a folder that can be written"
-            ) from None
+        measured.write(data, path)
         click.echo(f"wrote {path}")
+
+
+def _prepare(folder: Path) -> None:
+    """Make sure that results can be written, before minutes are spent on them."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise click.BadParameter(
+            f"nothing can be written to {folder} ({error.strerror}): name another folder",
+            param_hint="--out",
+        ) from None
 
 
 if __name__ == "__main__":

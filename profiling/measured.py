@@ -154,9 +154,8 @@ def write(data: dict[str, Any], path: Path) -> None:
         rows = ",\n".join(f"      {json.dumps(record)}" for record in records)
         lines.append(f"    {json.dumps(bench)}: [\n{rows}\n    ]")
     head = {key: value for key, value in data.items() if key != "benches"}
-    text = (
-        json.dumps(head, indent=2)[:-2] + ',\n  "benches": {\n' + ",\n".join(lines) + "\n  }\n}\n"
-    )
+    start = json.dumps(head, indent=2).removesuffix("\n}")
+    text = start + ',\n  "benches": {\n' + ",\n".join(lines) + "\n  }\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
@@ -199,6 +198,5 @@ def _check_record(record: Mapping[str, Any], place: str) -> None:
         raise ValueError(f"{place}.n must be at least 1, got {record['n']}")
     low, middle, high = record["p10_us"], record["median_us"], record["p90_us"]
     if not (0 <= low <= middle <= high and math.isfinite(high)):
-        raise ValueError(
-            f"{place} must have 0 <= p10 <= median <= p90, got {low}, {middle}, {high}"
-        )
+        found = f"{low}, {middle}, {high}"
+        raise ValueError(f"{place} must have 0 <= p10 <= median <= p90, got {found}")

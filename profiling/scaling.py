@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 import sgalloc
 from profiling.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
 from profiling.measured import Bench, Record, records_of
-from profiling.python_loop import Request
 from profiling.twins import Shape, Twins
 from profiling.verbs import agree
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,8 +69,8 @@ class Twins:
     def fill(self, staggered: bool = True) -> None:
         """Open all requests and give them their history, each at another place in its page."""
         shape = self.shape
-        below = self.rng.integers(0, min(64, shape.history), shape.batch) if staggered else 0
-        self.base = np.full(shape.batch, shape.history) - below
+        below: Any = self.rng.integers(0, min(64, shape.history), shape.batch) if staggered else 0
+        self.base = np.full(shape.batch, shape.history, np.int64) - below
         self.handles = self.alloc.open(shape.batch)
         self.alloc.extend(self.handles, self.base)
         self.loop.open(self.requests)
@@ -115,7 +115,7 @@ class Twins:
 
 
 def _row_law(
-    table: NDArray[np.int32], rows: NDArray[np.int64], upto: Int64, size: int, num_pages: int
+    table: NDArray[np.int32], rows: NDArray[Any], upto: Int64, size: int, num_pages: int
 ) -> str | None:
     """What is wrong with the first ``upto`` entries of ``rows``, or None."""
     seen = np.zeros(num_pages + 1, np.bool_)

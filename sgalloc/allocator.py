@@ -17,7 +17,7 @@ from sgalloc.device import open_device
 from sgalloc.errors import AllocError, StalePlan
 from sgalloc.inputs import Int64, counts, int64_array, token_sequences, whole_number
 from sgalloc.ledger import Batch, Ledger, names_one
-from sgalloc.pages import Int32, PagePool
+from sgalloc.pages import LOCKED, Int32, PagePool
 from sgalloc.plan import Gather, Plan, mixed_plan
 from sgalloc.prefix import Match
 from sgalloc.stats import GroupStats, RowStats, Stats
@@ -118,6 +118,11 @@ class KVAllocator:
         )
 
     # -- what is held ----------------------------------------------------------------------
+
+    @property
+    def device(self) -> str:
+        """Where the table lives: ``"cpu"``, ``"cuda:0"``, ..."""
+        return self._core.device.name
 
     @property
     def req_to_token(self) -> Any:
@@ -516,10 +521,16 @@ class KVAllocator:
     def owners(self) -> Int64:
         """Who has each page, int64 ``(num_pages + 1,)``, a copy; entry 0 is the padding page.
 
-        A positive number is the row of the one request that owns the page; 0 is free, -1 in
-        the prefix cache, -2 in quarantine.
+        A positive number is the row of the one request that owns the page. 0 is free, -1 in
+        the prefix cache, -2 in quarantine, -3 in the prefix cache and held by a request or an
+        event.
         """
-        return self._core.pool.holder.copy()
+        owners = self._core.pool.holder.copy()
+        if self._core.tree is not None:
+            for node in self._core.tree.nodes():
+                if node.locks:
+                    owners[node.pages] = LOCKED
+        return owners
 
     def check(self, device: bool = False) -> None:
         """Prove the row law and the partition law, in time linear in pages.

@@ -13,6 +13,8 @@ Int32 = NDArray[np.int32]
 FREE = 0
 CACHED = -1
 WAITING = -2
+# A cached page that a request holds; the tree knows which these are, the pool does not.
+LOCKED = -3
 
 
 class PagePool:

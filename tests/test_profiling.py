@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from profiling import bench_host, breakdown, cache_verbs, machine, measured, tables, verbs
+from profiling import answers, bench_host, breakdown, cache_verbs, machine, measured, tables, verbs
 from profiling.harness import (
     LOOP,
     SUBJECT,
@@ -62,14 +62,14 @@ def small_run() -> tuple[dict[str, Any], str]:
 
 def test_a_run_is_complete(small_run: tuple[dict[str, Any], str]) -> None:
     data, text = small_run
-    assert tuple(data["benches"]) == tables.BENCHES == tuple(bench_host.RUNNERS)
+    assert tuple(data["benches"]) == answers.BENCHES == tuple(bench_host.RUNNERS)
     series = {
         (record["name"], record["side"], record["at"]["batch"], record["at"]["page"])
         for record in data["benches"]["verbs"]
     }
     assert series == {
         (name, side, batch, page)
-        for name in {name for name, _ in tables.VERBS}
+        for name in {name for name, _ in answers.VERBS}
         for side in (SUBJECT, LOOP)
         for batch in TINY.batches
         for page in TINY.pages
@@ -91,8 +91,8 @@ def test_a_run_is_complete(small_run: tuple[dict[str, Any], str]) -> None:
         for page in TINY.pages
     }
     assert data["run"]["states_compared"] == 4 * 2 * 3 + 2 * 2 * 3 + 2 * 2
-    for bench in tables.BENCHES:
-        for table in tables.build(data, bench):
+    for bench in answers.BENCHES:
+        for table in answers.build(data, bench):
             assert table.title.replace("`", "") in re.sub(r"\s+", " ", text)
             assert all(len(row) == len(table.columns) for row in table.rows)
 
@@ -334,18 +334,18 @@ def test_the_page_shows_what_its_results_say() -> None:
     assert machine.slug(data["environment"]) == tables.source(text).parent.name
     assert tables.fill(text, data) == text, "run python -m profiling.tables --write"
     shown = re.findall(r"<!-- table: ([a-z-]+) -->", text)
-    assert sorted(shown) == sorted((*tables.BENCHES, "machine", "log"))
+    assert sorted(shown) == sorted((*answers.BENCHES, "machine", "log"))
     assert text.count("<!-- end -->") == len(shown)
     assert len({(r["at"]["batch"], r["at"]["page"]) for r in data["benches"]["verbs"]}) == 15
 
 
 def test_verdicts_follow_the_numbers() -> None:
-    def records(reserve: float) -> list[dict[str, Any]]:
+    def document(reserve: float) -> dict[str, Any]:
         made = []
-        for turns in (tables.BLOCKS, tables.STEPWISE):
+        for turns in (answers.BLOCKS, answers.STEPWISE):
             for side in (SUBJECT, LOOP):
                 at: dict[str, int | str] = {"batch": 256, "page": 64, "turns": turns}
-                for name, label in (("reserve", tables.GROWS), ("reserve", tables.ALL)):
+                for name, label in (("reserve", answers.GROWS), ("reserve", answers.ALL)):
                     summary = Summary(7, reserve, reserve, reserve)
                     made.append(Record(name, side, at, summary, label))
                 for name in ("reserve again", "commit", "release"):
@@ -353,7 +353,7 @@ def test_verdicts_follow_the_numbers() -> None:
         return measured.document({}, {}, {"aim": Bench(made)})
 
     for value, word in ((15.0, "met"), (15.1, "missed")):
-        (table,) = tables.build(records(value), "aim")
+        (table,) = answers.build(document(value), "aim")
         assert f"{value} µs in blocks, limit 15, {word}; step by step" in table.verdict
         assert "0.50 µs in blocks, limit 5, met" in table.verdict
         assert f"| {value} ({value}–{value}) |" in table.markdown()
@@ -378,9 +378,13 @@ def test_bad_use_of_the_command_gets_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(bench_host.main, ["--only", "nothing"])
     assert result.exit_code == 2
     assert "'nothing' is not one of" in result.output
-    (tmp_path / "taken").write_text("")
-    result = CliRunner().invoke(bench_host.main, ["--only", "prices", "--out", "taken/x"])
-    assert result.exit_code != 0
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    out = str(taken / "results")
+    result = CliRunner().invoke(bench_host.main, ["--only", "prices", "--out", out])
+    assert result.exit_code == 2
+    assert "nothing can be written to" in result.output
+    assert "µs" not in result.output
 
 
 def test_results_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -136,9 +136,13 @@ def replay(**given: Any) -> None:
         done = totals.finished + totals.aborted + totals.refused
         bars.update(task, completed=done, note=f"{totals.steps:,} steps")
     Console().print(to_table(summarise(recording)))
-    if given["report"] is not None:
-        for path in write_report(recording, given["report"]):
-            click.echo(f"wrote {path}")
+    try:
+        written = write_report(recording, given["report"]) if given["report"] is not None else []
+    except (OSError, ValueError) as error:
+        click.echo(f"sgalloc replay: {_one_line(error)}", err=True)
+        sys.exit(2 if recording.sound else 1)
+    for path in written:
+        click.echo(f"wrote {path}")
     if not recording.sound:
         sys.exit(1)
 
@@ -258,6 +262,9 @@ def _plain(given: dict[str, Any]) -> dict[str, object]:
 
 
 def _refuse(error: BaseException) -> NoReturn:
-    line = " ".join(str(error).split())
-    click.echo(f"sgalloc replay: {line}", err=True)
+    click.echo(f"sgalloc replay: {_one_line(error)}", err=True)
     sys.exit(2)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -120,7 +120,11 @@ class Engine:
             prefix_cache=options.prefix_cache,
         )
         self.recording = Recording(
-            dict(config or {}), workload.name, options.num_pages, options.page_size
+            dict(config or {}),
+            workload.name,
+            options.num_pages,
+            options.page_size,
+            device=self.alloc.device,
         )
         time_verbs(self.alloc, _TIMED, self.recording)
         if options.prefix_cache:

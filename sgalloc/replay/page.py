@@ -56,7 +56,13 @@ _OWNERS = {
     "quarantined": ("quarantined", _PURPLE),
     "free": ("free", _GREY),
 }
-_MAP_COLOURS = {"free": _GREY, "cached": _ORANGE, "quarantined": _PURPLE, "owned": _BLUE}
+_MAP_COLOURS = {
+    "free": _GREY,
+    "cached": _ORANGE,
+    "quarantined": _PURPLE,
+    "locked": _VERMILION,
+    "owned": _BLUE,
+}
 _TIME_AXIS = "virtual time, seconds"
 _RASTER_DPI = 160
 

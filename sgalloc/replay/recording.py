@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Owners in the map of the pool, by value.
-MAP_OWNERS = ("free", "cached", "quarantined", "owned")
+MAP_OWNERS = ("free", "cached", "quarantined", "locked", "owned")
 MAP_CELLS = 256
 MAP_FRAMES = 240
 
@@ -98,7 +98,7 @@ class Recording:
         spent_ns: nanoseconds spent in the allocator so far.
         device: name of the device.
         interrupted: whether it was stopped before its end.
-        leaked_pages: pages that did not come back at the end (None while interrupted before).
+        leaked_pages: pages that did not come back at the end.
         leaked_rows: rows that did not come back.
         violation: the law that was broken, or None.
     """
@@ -134,7 +134,7 @@ class Recording:
             now: virtual seconds.
             owners: as `KVAllocator.owners`, the padding page left out.
         """
-        kinds = np.where(owners > 0, 3, -owners)
+        kinds = np.where(owners > 0, MAP_OWNERS.index("owned"), -owners)
         cells = min(MAP_CELLS, kinds.size)
         edges = np.arange(cells) * kinds.size // cells
         shares = [np.add.reduceat(kinds == kind, edges) for kind in range(len(MAP_OWNERS))]

@@ -268,9 +268,9 @@ def test_occupancy_stacks_the_owners_up_to_the_whole_pool():
 
 
 def test_the_map_has_a_colour_for_every_owner():
-    recording = Recording({}, "", 4, 1)
-    recording.frame(0.0, np.array([0, 0, 0, 0]))
-    recording.frame(2.0, np.array([9, -1, -2, 0]))
+    recording = Recording({}, "", 5, 1)
+    recording.frame(0.0, np.array([0, 0, 0, 0, 0]))
+    recording.frame(2.0, np.array([9, -1, -2, -3, 0]))
     recording.totals.virtual_seconds = 3.0
     figure = Figure()
     page._map(figure, recording)
@@ -278,11 +278,11 @@ def test_the_map_has_a_colour_for_every_owner():
     (mesh,) = axes.collections
     coordinates = mesh.get_coordinates()
     assert coordinates[0, :, 0].tolist() == [0.0, 2.0, 3.0]
-    assert coordinates[:, 0, 1].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert coordinates[:, 0, 1].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     shades = mesh.to_rgba(mesh.get_array())
     colours = {name: to_rgba(page._MAP_COLOURS[name]) for name in MAP_OWNERS}
-    assert len(set(colours.values())) == 4
-    for index, name in enumerate(["owned", "cached", "quarantined", "free"]):
+    assert len(set(colours.values())) == 5
+    for index, name in enumerate(["owned", "cached", "quarantined", "locked", "free"]):
         assert tuple(shades[index, 0]) == colours["free"]
         assert tuple(shades[index, 1]) == colours[name]
     (legend,) = figure.legends

@@ -1,0 +1,94 @@
+// assign_pages: write the slots of new pages into the rows that grow, then gather.
+#include "common.cuh"
+#include "gather.cuh"
+
+// A step as the host lays it out, at the head of a staging slot: 128 bytes.
+struct Step {
+    i32 pages;        // pages to write
+    i32 runs;         // runs they come in; 0: `places` has one entry a page
+    i32 requests;     // the gather: see Gather
+    i32 total;
+    i32 uniform;
+    i32 wide;
+    u64 out;
+    i32 places_at;    // bytes from the head of the step to each array
+    i32 ids_at;
+    i32 offsets_at;
+    i32 row_at;
+    i32 start_at;
+    i32 offset_at;
+    i32 first_new_at;
+    i32 new_at_at;
+    i32 spare[16];
+};
+static_assert(sizeof(Step) == 128, "the host writes this layout");
+
+template <typename T>
+static __device__ __forceinline__ const T* array(const Step* step, i32 at) {
+    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(step) + at);
+}
+
+// Grid-stride over tiles of `tile` pages, at most kTilePages.
+//
+// places: int64; one a page, row * row_pages + number; or, for runs, such that page i of run r
+//         has the place places[r] + i, counted over the whole step.
+// offsets: int32 (runs,), number of the first page of each run, ascending from 0.
+extern "C" __global__ void assign_pages(
+    i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
+    i32 tile, const Step* step) {
+    __shared__ i64 entries[kTilePages];
+    __shared__ i32 ids[kTilePages];
+    __shared__ i32 run_bounds[2];
+    Tables t = {slots, page_table, row_width, row_pages, page_size, quad_shift};
+    i32 pages = step->pages;
+    i32 runs = step->runs;
+    const i64* places = array<i64>(step, step->places_at);
+    const i32* page_ids = array<i32>(step, step->ids_at);
+    const i32* offsets = array<i32>(step, step->offsets_at);
+    for (i32 begin = blockIdx.x * tile; begin < pages; begin += gridDim.x * tile) {
+        i32 count = min(tile, pages - begin);
+        if (runs) {
+            if (threadIdx.x < 2) {
+                i32 page = threadIdx.x == 0 ? begin : begin + count - 1;
+                run_bounds[threadIdx.x] = insertion(offsets, 0, runs, page) - 1;
+            }
+            __syncthreads();
+        }
+        for (i32 i = threadIdx.x; i < count; i += blockDim.x) {
+            i32 page = begin + i;
+            i64 place;
+            if (runs) {
+                i32 run = insertion(offsets, run_bounds[0], run_bounds[1] + 1, page) - 1;
+                place = places[run] + page;
+            } else {
+                place = places[page];
+            }
+            i32 id = page_ids[page];
+            if (t.pages) t.pages[place] = id;
+            if (page_size == 1) {
+                t.slots[entry_of(t, place)] = id;
+            } else {
+                entries[i] = entry_of(t, place);
+                ids[i] = id;
+            }
+        }
+        if (page_size > 1) {
+            __syncthreads();
+            write_tile(t, entries, ids, count);
+        }
+        __syncthreads();
+    }
+    if (step->total) {
+        Gather g = {step->requests,
+                    step->total,
+                    step->uniform,
+                    step->wide,
+                    reinterpret_cast<void*>(step->out),
+                    array<i32>(step, step->row_at),
+                    array<i32>(step, step->start_at),
+                    array<i32>(step, step->offset_at),
+                    array<i32>(step, step->first_new_at),
+                    array<i32>(step, step->new_at_at)};
+        gather(t, g, page_ids);
+    }
+}
