@@ -19,7 +19,8 @@ struct Step {
     i32 offset_at;
     i32 first_new_at;
     i32 new_at_at;
-    i32 spare[16];
+    u32 serial;       // of a captured update: which one this is, from 1
+    i32 spare[15];
 };
 static_assert(sizeof(Step) == 128, "the host writes this layout");
 
@@ -28,18 +29,15 @@ static __device__ __forceinline__ const T* array(const Step* step, i32 at) {
     return reinterpret_cast<const T*>(reinterpret_cast<const char*>(step) + at);
 }
 
-// Grid-stride over tiles of `tile` pages, at most kTilePages.
+// Apply one step, grid-stride over tiles of `tile` pages, at most kTilePages.
 //
 // places: int64; one a page, row * row_pages + number; or, for runs, such that page i of run r
 //         has the place places[r] + i, counted over the whole step.
 // offsets: int32 (runs,), number of the first page of each run, ascending from 0.
-extern "C" __global__ void assign_pages(
-    i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
-    i32 tile, const Step* step) {
+static __device__ __forceinline__ void apply_step(const Tables& t, i32 tile, const Step* step) {
     __shared__ i64 entries[kTilePages];
     __shared__ i32 ids[kTilePages];
     __shared__ i32 run_bounds[2];
-    Tables t = {slots, page_table, row_width, row_pages, page_size, quad_shift};
     i32 pages = step->pages;
     i32 runs = step->runs;
     const i64* places = array<i64>(step, step->places_at);
@@ -65,14 +63,14 @@ extern "C" __global__ void assign_pages(
             }
             i32 id = page_ids[page];
             if (t.pages) t.pages[place] = id;
-            if (page_size == 1) {
+            if (t.page_size == 1) {
                 t.slots[entry_of(t, place)] = id;
             } else {
                 entries[i] = entry_of(t, place);
                 ids[i] = id;
             }
         }
-        if (page_size > 1) {
+        if (t.page_size > 1) {
             __syncthreads();
             write_tile(t, entries, ids, count);
         }
@@ -90,5 +88,41 @@ extern "C" __global__ void assign_pages(
                     array<i32>(step, step->first_new_at),
                     array<i32>(step, step->new_at_at)};
         gather(t, g, page_ids);
+    }
+}
+
+extern "C" __global__ void assign_pages(
+    i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
+    i32 tile, const Step* step) {
+    Tables t = {slots, page_table, row_width, row_pages, page_size, quad_shift};
+    apply_step(t, tile, step);
+}
+
+// The same inside a graph of the caller's, which is replayed without the host: each replay
+// applies the next of the steps that were staged, or nothing where none was.
+//
+// steps: a ring of `ring` steps, `stride` bytes apart, mapped. counters: device memory, zero at
+// first: [0] steps applied, [1] blocks done with this replay. applied: mapped, the host reads it.
+extern "C" __global__ void replay_pages(
+    i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
+    i32 tile, const char* steps, i64 stride, u32 ring, u32* counters, volatile u32* applied) {
+    Tables t = {slots, page_table, row_width, row_pages, page_size, quad_shift};
+    __shared__ u32 next;
+    if (threadIdx.x == 0) next = *static_cast<volatile u32*>(counters);
+    __syncthreads();
+    u32 serial = next;
+    const Step* step = reinterpret_cast<const Step*>(steps + (serial % ring) * stride);
+    bool staged = *static_cast<const volatile u32*>(&step->serial) == serial + 1;
+    if (staged) apply_step(t, tile, step);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence_system();
+        if (atomicAdd(counters + 1, 1u) == gridDim.x - 1) {
+            counters[1] = 0;
+            if (staged) {
+                counters[0] = serial + 1;
+                *applied = serial + 1;
+            }
+        }
     }
 }

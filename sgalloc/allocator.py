@@ -542,7 +542,9 @@ class KVAllocator:
             LawViolation: naming the page and both owners, or the entry.
         """
         core = self._core
-        laws.check_rows(core.ledger, core.pool)
+        laws.check_rows(core.ledger)
+        if core.tree is not None and core.prefix is not None:
+            laws.check_shared(core.ledger, core.tree, core.prefix.holds)
         laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine)
         laws.check_row_ids(core.ledger, core.quarantine)
         if device:

@@ -10,14 +10,14 @@ from sgalloc.errors import LawViolation
 from sgalloc.inputs import Int64
 from sgalloc.ledger import Ledger
 from sgalloc.pages import CACHED, FREE, WAITING, Int32, PagePool, describe_holder
-from sgalloc.prefix import RadixTree
+from sgalloc.prefix import Node, RadixTree
 from sgalloc.quarantine import Quarantine
 
 if TYPE_CHECKING:
     from sgalloc.device import Device
 
 
-def check_rows(ledger: Ledger, pool: PagePool) -> None:
+def check_rows(ledger: Ledger) -> None:
     """The row law on the host: extents, and whose pages a row names.
 
     Raises:
@@ -41,14 +41,29 @@ def check_rows(ledger: Ledger, pool: PagePool) -> None:
                 f"row {rows[i]} breaks '{law}': C={committed[i]}, A={allocated[i]}, "
                 f"{shared[i]} shared pages of {size}, width {ledger.row_width}"
             )
-    sharers, pages = ledger.page_range(rows, np.zeros_like(rows), shared)
-    astray = (pool.holder.take(pages) != CACHED).nonzero()[0]
-    if astray.size:
-        page = int(pages[astray[0]])
-        raise LawViolation(
-            f"row {sharers[astray[0]]} shares page {page} with the prefix cache, but it is held "
-            f"by {describe_holder(int(pool.holder[page]))}"
-        )
+
+
+def check_shared(ledger: Ledger, tree: RadixTree, holds: dict[int, Node]) -> None:
+    """The shared pages of each row are those of the path it holds in the prefix cache.
+
+    Raises:
+        LawViolation: naming the row and the page.
+    """
+    for row in ledger.live().tolist():
+        shared = int(ledger.shared[row])
+        path = tree.pages_to(holds.get(row))
+        if path.size != shared:
+            raise LawViolation(
+                f"row {row} shares {shared} pages with the prefix cache, but holds a path of "
+                f"{path.size}"
+            )
+        wrong = (path != ledger.pages[row, :shared]).nonzero()[0]
+        if wrong.size:
+            at = int(wrong[0])
+            raise LawViolation(
+                f"page {at} of row {row} is {ledger.pages[row, at]}, but the path that it shares "
+                f"in the prefix cache has {path[at]} there"
+            )
 
 
 def check_pages(

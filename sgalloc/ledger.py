@@ -211,7 +211,7 @@ class Ledger:
     def settle_at(self, rows: Int64, lengths: Int64) -> None:
         """C = ``lengths`` (tokens), which A covers already."""
         self.committed[rows] = lengths
-        self.version += 1
+        self.version += rows.size > 0
 
     def commit(self, rows: Int64, accepted: int | Int64) -> None:
         """C += ``accepted``.

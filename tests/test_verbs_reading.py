@@ -221,16 +221,21 @@ class TestRuns:
 class TestOwners:
     def test_who_has_each_page(self) -> None:
         alloc, h = busy(cache=True)
-        alloc.prefix.publish(h[1], prompt(1, 16))
+        alloc.prefix.publish(h[1], prompt(1, 16))  # held by its request
+        (old,) = alloc.open()
+        alloc.extend(old, 32)
+        left = alloc.pages(old).tolist()
+        alloc.release(old, tokens=prompt(2, 16, seed=1))  # held by nobody
         alloc.trim(h[0], 16, after=Query())
         owners = alloc.owners()
         assert owners.dtype == np.int64 and owners.shape == (21,)
         assert owners[0] == 0
         (row,) = alloc.rows(h[0])
         assert np.flatnonzero(owners == row).tolist() == sorted(alloc.pages(h[0]).tolist())
-        assert np.flatnonzero(owners == -1).tolist() == alloc.pages(h[1]).tolist()
+        assert np.flatnonzero(owners == -1).tolist() == sorted(left)
         assert (owners == -2).sum() == 3
-        assert (owners[1:] == 0).sum() == alloc.available() == 20 - 5
+        assert np.flatnonzero(owners == -3).tolist() == alloc.pages(h[1]).tolist()
+        assert (owners[1:] == 0).sum() == alloc.available() == 20 - 7
 
 
 class TestStats:

@@ -1,0 +1,317 @@
+"""Bad handles and bad numbers, verb by verb: the right error, one clear line, nothing changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from host_support import DoneValue, OnDevice, Query, fingerprint, make, prompt
+
+import sgalloc
+
+PS = 4
+BEYOND = 1 << 63
+
+
+class World(NamedTuple):
+    """An allocator with something in every place that a refused call could disturb."""
+
+    alloc: sgalloc.KVAllocator
+    h: np.ndarray
+    """Two open requests: C = 9, A = 16; and C = 10, A = 12, opened with two shared pages."""
+    gone: int
+    plan: sgalloc.Plan
+    match: sgalloc.Match
+
+
+def world() -> World:
+    alloc = make(40, PS, max_requests=8, row_width=41, prefix_cache=True)
+    seeds = alloc.open(2, namespace=None)
+    alloc.extend(seeds, [12, 20])
+    alloc.release(seeds, tokens=[prompt(3, PS), prompt(5, PS, seed=1)])
+    (plain,) = alloc.open()
+    (shared,) = alloc.open_with_prefix(alloc.prefix.match(prompt(2, PS)))
+    (gone, waiting) = alloc.open(2)
+    alloc.extend([plain, shared, gone, waiting], [9, 10, 3, 7])
+    alloc.reserve(plain, 7)
+    alloc.decode([plain, shared], 0)
+    alloc.release(waiting, after=Query())
+    alloc.release(gone)
+    match = alloc.prefix.match(prompt(5, PS, seed=1))
+    h = np.array([plain, shared])
+    return World(alloc, h, int(gone), alloc.plan(decode=(h, 8)), match)
+
+
+def assert_refused(
+    call: Callable[[World], Any],
+    error: type[Exception] | tuple[type[Exception], ...],
+    naming: str | None,
+    w: World | None = None,
+) -> None:
+    """The call is refused in one line that names the value and a remedy; nothing changed."""
+    w = world() if w is None else w
+    before = fingerprint(w.alloc)
+    with pytest.raises(error) as refused:
+        call(w)
+    message = str(refused.value)
+    assert message and "\n" not in message
+    if naming is not None:
+        assert naming in message, message
+    assert re.search(r"\b(must|only)\b|: \w", message), f"no remedy in {message!r}"
+    assert fingerprint(w.alloc) == before
+    assert w.alloc.fits(w.plan)
+    w.alloc.apply(w.plan)  # made before, and as good as it was
+    w.alloc.check(device=True)
+
+
+# -- numbers -----------------------------------------------------------------------------------
+
+NUMBER_VERBS: dict[str, Callable[[World, Any], Any]] = {
+    "extend": lambda w, n: w.alloc.extend(w.h, n),
+    "decode": lambda w, n: w.alloc.decode(w.h, n),
+    "reserve": lambda w, n: w.alloc.reserve(w.h, n),
+    "commit": lambda w, n: w.alloc.commit(w.h, n),
+    "trim": lambda w, n: w.alloc.trim(w.h, n),
+    "trim a batch": lambda w, n: w.alloc.trim(w.alloc.batch(w.h), n),
+    "slots from": lambda w, n: w.alloc.slots(w.h, n, 5),
+    "slots to": lambda w, n: w.alloc.slots(w.h, 0, n),
+    "plan extend": lambda w, n: w.alloc.plan(extend=(w.h, n)),
+    "plan decode": lambda w, n: w.alloc.plan(decode=(w.h, n)),
+    "plan reserve": lambda w, n: w.alloc.plan(reserve=(w.h, n)),
+}
+# name: value, error, what the message names.
+BAD_NUMBERS: dict[str, tuple[Any, type[Exception], str]] = {
+    "negative": (-1, ValueError, "-1"),
+    "float": (1.5, TypeError, "1.5"),
+    "whole float": (12.0, TypeError, "12.0"),
+    "nan": (float("nan"), TypeError, "nan"),
+    "infinity": (float("inf"), TypeError, "inf"),
+    "numpy float": (np.float32(12), TypeError, "12"),
+    "bool": (True, TypeError, "True"),
+    "numpy bool": (np.True_, TypeError, "True"),
+    "None": (None, TypeError, "None"),
+    "str": ("12", TypeError, "12"),
+    "bytes": (b"12", TypeError, "12"),
+    "object": (object(), TypeError, "object"),
+    "dict": ({12: 13}, TypeError, "12"),
+    "set": ({12, 13}, TypeError, "12"),
+    "complex": (1j, TypeError, "1j"),
+    "time": (np.timedelta64(12, "s"), TypeError, "12"),
+    "beyond int64": (BEYOND, ValueError, str(BEYOND)),
+    "far beyond int64": (2**200, ValueError, str(2**200)[:20]),
+    "far below int64": (-(2**200), ValueError, str(-(2**200))[:20]),
+    "one of two negative": ([12, -3], ValueError, "-3"),
+    "one of two nan": ([12, float("nan")], TypeError, "nan"),
+    "one of two a float": ([12, 12.5], TypeError, "12.5"),
+    "one of two None": ([12, None], TypeError, "None"),
+    "one of two a str": ([12, "x"], TypeError, "x"),
+    "one of two a bool": ([12, True], TypeError, "True"),
+    "one of two beyond int64": ([12, BEYOND], (TypeError, ValueError), str(BEYOND)),
+    "one of two far beyond": ([12, 2**200], ValueError, str(2**200)[:20]),
+    "too few": ([12], ValueError, "1 "),
+    "too many": ([12, 12, 12], ValueError, "3 "),
+    "none": ([], ValueError, "0 "),
+    "nested": ([[12, 12]], ValueError, "(1, 2)"),
+    "ragged": ([[12], [12, 12]], TypeError, "[12, 12]"),
+    "float array": (np.array([12.0, 12.0]), TypeError, "float64"),
+    "bool array": (np.array([True, False]), TypeError, "bool"),
+    "time array": (np.array([12, 12], "m8[s]"), TypeError, "m8[s]"),
+    "str array": (np.array(["12", "12"]), TypeError, "12"),
+    "object array": (np.array([12, None]), TypeError, "None"),
+    "negative array": (np.array([12, -4]), ValueError, "-4"),
+    "negative int8": (np.array([12, -4], np.int8), ValueError, "-4"),
+    "huge uint64": (np.array([12, 2**64 - 1], np.uint64), ValueError, str(2**64 - 1)),
+    "device array": (OnDevice(), TypeError, "OnDevice"),
+}
+
+
+@pytest.mark.parametrize("verb", NUMBER_VERBS)
+@pytest.mark.parametrize("kind", BAD_NUMBERS)
+def test_bad_number(verb: str, kind: str) -> None:
+    value, error, naming = BAD_NUMBERS[kind]
+    assert_refused(lambda w: NUMBER_VERBS[verb](w, value), error, naming)
+
+
+@pytest.mark.parametrize("verb", NUMBER_VERBS)
+@pytest.mark.parametrize("kind", ["float", "bool", "gradient"])
+def test_bad_torch_numbers(verb: str, kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    value = {
+        "float": lambda: torch.tensor([12.0, 12.0]),
+        "bool": lambda: torch.tensor([True, True]),
+        "gradient": lambda: torch.ones(2, requires_grad=True),
+    }[kind]()
+    assert_refused(lambda w: NUMBER_VERBS[verb](w, value), TypeError, None)
+
+
+class Aloof:
+    """Refuses even to say where it lives, as a device tensor with a gradient does."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise RuntimeError("detach it first")
+
+
+@pytest.mark.parametrize("verb", NUMBER_VERBS)
+def test_a_device_array_that_does_not_answer(verb: str) -> None:
+    assert_refused(lambda w: NUMBER_VERBS[verb](w, Aloof()), TypeError, "Aloof")
+
+
+ONE_NUMBER: dict[str, Callable[[World, Any], Any]] = {
+    "open": lambda w, n: w.alloc.open(n),
+    "pages from": lambda w, n: w.alloc.pages(w.h[0], n),
+    "pages to": lambda w, n: w.alloc.pages(w.h[0], 0, n),
+    "warm": lambda w, n: w.alloc.warm(n),
+}
+NOT_ONE = ("too few", "too many", "none", "nested", "ragged")
+
+
+@pytest.mark.parametrize("verb", ONE_NUMBER)
+@pytest.mark.parametrize("kind", BAD_NUMBERS)
+def test_bad_single_number(verb: str, kind: str) -> None:
+    value, error, naming = BAD_NUMBERS[kind]
+    if verb in ("pages to", "warm") and value is None:
+        return  # the default
+    error = TypeError if np.ndim(value) or kind == "none" else error
+    naming = (
+        "OnDevice" if kind == "device array" else "" if np.ndim(value) or kind == "none" else naming
+    )
+    assert_refused(lambda w: ONE_NUMBER[verb](w, value), error, naming)
+
+
+@pytest.mark.parametrize(
+    "kind", [k for k in BAD_NUMBERS if k not in ("too few", "too many", "none")]
+)
+def test_bad_lengths_for_fits(kind: str) -> None:
+    value, error, naming = BAD_NUMBERS[kind]
+    assert_refused(lambda w: w.alloc.fits(value), error, naming)
+
+
+# -- handles -----------------------------------------------------------------------------------
+
+HANDLE_VERBS: dict[str, Callable[[World, Any], Any]] = {
+    "rows": lambda w, x: w.alloc.rows(x),
+    "committed": lambda w, x: w.alloc.committed(x),
+    "allocated": lambda w, x: w.alloc.allocated(x),
+    "decode_index": lambda w, x: w.alloc.decode_index(x),
+    "batch": lambda w, x: w.alloc.batch(x),
+    "extend": lambda w, x: w.alloc.extend(x, 12),
+    "decode": lambda w, x: w.alloc.decode(x),
+    "reserve": lambda w, x: w.alloc.reserve(x, 3),
+    "commit": lambda w, x: w.alloc.commit(x, 1),
+    "trim": lambda w, x: w.alloc.trim(x, 8),
+    "release": lambda w, x: w.alloc.release(x),
+    "release behind an event": lambda w, x: w.alloc.release(x, after=Query()),
+    "release into the cache": lambda w, x: w.alloc.release(x, tokens=[prompt(2, PS)] * 2),
+    "publish": lambda w, x: w.alloc.prefix.publish(x, [prompt(2, PS)] * 2),
+    "slots": lambda w, x: w.alloc.slots(x, 0, 3),
+    "pages": lambda w, x: w.alloc.pages(x),
+    "runs": lambda w, x: w.alloc.runs(x if x is not None else object()),
+    "plan extend": lambda w, x: w.alloc.plan(extend=(x, 12)),
+    "plan decode": lambda w, x: w.alloc.plan(decode=(x, 1)),
+    "plan reserve": lambda w, x: w.alloc.plan(reserve=(x, 1)),
+    "fits a plan": lambda w, x: w.alloc.fits(w.plan, after_releasing=x),
+    "fits lengths": lambda w, x: w.alloc.fits([1], after_releasing=x),
+}
+BAD_HANDLES: dict[str, tuple[Callable[[World], Any], type[Exception] | tuple[type[Exception], ...], str]] = {
+    "stale": (lambda w: w.gone, sgalloc.StaleHandle, "released"),
+    "stale among good": (lambda w: [w.h[0], w.gone], sgalloc.StaleHandle, "released"),
+    "never handed out": (lambda w: w.h[0] + (5 << 32), sgalloc.StaleHandle, "generation 6"),
+    "bare row": (lambda w: 1, sgalloc.StaleHandle, "1"),
+    "padding row": (lambda w: 1 << 32, sgalloc.StaleHandle, str(1 << 32)),
+    "row past the last": (lambda w: (1 << 32) + 9, sgalloc.StaleHandle, "row 9"),
+    "row far past the last": (lambda w: (1 << 32) + (1 << 31), sgalloc.StaleHandle, str(1 << 31)),
+    "zero": (lambda w: 0, sgalloc.StaleHandle, "0"),
+    "negative": (lambda w: -1, sgalloc.StaleHandle, "-1"),
+    "negative handle": (lambda w: -w.h[0], sgalloc.StaleHandle, "-"),
+    "beyond int64": (lambda w: BEYOND, ValueError, str(BEYOND)),
+    "far beyond int64": (lambda w: [2**200], ValueError, str(2**200)[:20]),
+    "duplicate": (lambda w: [w.h[1], w.h[1]], ValueError, "twice"),
+    "duplicate among good": (lambda w: np.append(w.h, w.h[0]), ValueError, "twice"),
+    "float": (lambda w: w.h.astype(float), TypeError, "float64"),
+    "one float": (lambda w: 1.5, TypeError, "1.5"),
+    "nan": (lambda w: float("nan"), TypeError, "nan"),
+    "bool": (lambda w: True, TypeError, "True"),
+    "None": (lambda w: None, TypeError, ""),
+    "str": (lambda w: str(w.h[0]), TypeError, "handles"),
+    "good and None": (lambda w: [int(w.h[0]), None], TypeError, "None"),
+    "set": (lambda w: set(w.h.tolist()), TypeError, "{"),
+    "nested": (lambda w: [w.h.tolist()], ValueError, "(1, 2)"),
+    "device array": (lambda w: OnDevice(), TypeError, "OnDevice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", HANDLE_VERBS)
+@pytest.mark.parametrize("kind", BAD_HANDLES)
+def test_bad_handle(verb: str, kind: str) -> None:
+    value, error, naming = BAD_HANDLES[kind]
+    w = world()
+    x = value(w)
+    assert_refused(lambda w: HANDLE_VERBS[verb](w, x), error, naming, w)
+
+
+# -- what the right numbers cannot do ------------------------------------------------------------
+
+IMPOSSIBLE: dict[str, tuple[Callable[[World], Any], type[Exception], str]] = {
+    "extend past the row": (lambda w: w.alloc.extend(w.h, 41), sgalloc.RowTooNarrow, "41"),
+    "decode past the row": (lambda w: w.alloc.decode(w.h, [32, 1]), sgalloc.RowTooNarrow, "44"),
+    "reserve past the row": (lambda w: w.alloc.reserve(w.h, [0, 31]), sgalloc.RowTooNarrow, "44"),
+    "reserve 2**60": (lambda w: w.alloc.reserve(w.h, 1 << 60), sgalloc.RowTooNarrow, "41"),
+    "extend below C": (lambda w: w.alloc.extend(w.h, [9, 9]), ValueError, "trim"),
+    "commit past A": (lambda w: w.alloc.commit(w.h, [0, 3]), sgalloc.CommitPastExtent, "13"),
+    "commit 2**60": (lambda w: w.alloc.commit(w.h, 1 << 60), sgalloc.CommitPastExtent, "16"),
+    "trim inside a shared page": (
+        lambda w: w.alloc.trim(w.h, [9, 5]), sgalloc.WrongState, "edge 4"
+    ),
+    "trim a token into it": (lambda w: w.alloc.trim(w.h, [1, 1]), sgalloc.WrongState, "edge 0"),
+    "more rows than free": (lambda w: w.alloc.open(6), sgalloc.OutOfRows, "6"),
+    "2**60 rows": (lambda w: w.alloc.open(1 << 60), sgalloc.OutOfRows, str(1 << 60)),
+    "no such group": (lambda w: w.alloc.available("window"), ValueError, "'window'"),
+    "no group at all": (lambda w: w.alloc.available(None), ValueError, "None"),
+    "a list as group": (lambda w: w.alloc.available(["full"]), ValueError, "['full']"),
+    "slots past A": (lambda w: w.alloc.slots(w.h, 0, 13), ValueError, "13"),
+    "slots backwards": (lambda w: w.alloc.slots(w.h, 5, 4), ValueError, "5"),
+    "pages inside a page": (lambda w: w.alloc.pages(w.h[0], 2), ValueError, "2"),
+    "pages past A": (lambda w: w.alloc.pages(w.h[0], 0, 17), ValueError, "17"),
+    "pages of two": (lambda w: w.alloc.pages(w.h), ValueError, "2"),
+    "pages of none": (lambda w: w.alloc.pages([]), ValueError, "0"),
+    "rounding": (lambda w: w.alloc.reserve(w.h, 1, rounding="up"), ValueError, "'up'"),
+    "rounding None": (lambda w: w.alloc.reserve(w.h, 1, rounding=None), ValueError, "None"),
+    "rounding a list": (lambda w: w.alloc.reserve(w.h, 1, rounding=["host"]), ValueError, "host"),
+    "a plan of a number": (lambda w: w.alloc.plan(extend=5), TypeError, "extend"),
+    "a plan of handles alone": (lambda w: w.alloc.plan(decode=(w.h,)), (TypeError, ValueError), "decode"),
+    "a plan of three": (lambda w: w.alloc.plan(reserve=(w.h, 1, 2)), (TypeError, ValueError), "reserve"),
+    "the same in two parts": (
+        lambda w: w.alloc.plan(extend=(w.h, 12), decode=(w.h[:1], 1)), ValueError, "once"
+    ),
+    "apply nothing": (lambda w: w.alloc.apply(None), TypeError, "None"),
+    "apply a number": (lambda w: w.alloc.apply(7), TypeError, "7"),
+    "apply another's plan": (lambda w: w.alloc.apply(world().plan), ValueError, "another"),
+    "fits another's plan": (lambda w: w.alloc.fits(world().plan), ValueError, "another"),
+    "write after a stream event": (
+        lambda w: w.alloc.extend(w.h, 12, after=12345), TypeError, "12345"
+    ),
+    "write after an undone event": (lambda w: w.alloc.decode(w.h, after=Query()), TypeError, "after"),
+    "release after a number": (lambda w: w.alloc.release(w.h, after=5), TypeError, "5"),
+    "release after a bool": (lambda w: w.alloc.release(w.h, after=True), TypeError, "True"),
+    "trim after a str": (lambda w: w.alloc.trim(w.h, 8, after="done"), TypeError, "'done'"),
+    "publish after an object": (
+        lambda w: w.alloc.prefix.publish(w.h[0], prompt(2, PS), after=object()), TypeError, "object"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", IMPOSSIBLE)
+def test_impossible(kind: str) -> None:
+    call, error, naming = IMPOSSIBLE[kind]
+    assert_refused(call, error, naming)
+
+
+def test_a_write_after_an_event_that_is_done_waits_for_nothing() -> None:
+    w = world()
+    for event in (Query(over=True), DoneValue(over=True)):
+        w.alloc.decode(w.h, after=event)
+    assert w.alloc.decode_index(w.h).tolist() == [3, 3]
