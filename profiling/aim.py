@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def run(page_sizes: Iterable[int], effort: Effort, batch: int = BATCH) -> Bench:
     compared = 0
     for page_size in page_sizes:
         for turns, block in TURNS.items():
-            pace = Effort(effort.seconds, effort.least, effort.most, effort.warm_up, block)
+            pace = replace(effort, block=block)
             at: dict[str, int | str] = {"batch": batch, "page": page_size, "turns": turns}
             twins = Twins(Shape(batch, page_size, history=1000, row_width=1536))
             twins.fill()

@@ -8,6 +8,7 @@ from typing import Any
 
 from profiling.harness import LOOP, SUBJECT
 from profiling.layout import Found, Table, spread, times, us
+from profiling.scaling import NEW, WORN, WORN_COLD
 
 LIMITS = {"reserve": 15.0, "reserve again": 5.0, "release": 1.0}
 BLOCKS, STEPWISE = "in blocks of 25 steps", "step by step"
@@ -182,22 +183,33 @@ def moved_table(found: Found) -> Table:
 def pool_table(found: Found) -> Table:
     """A fixed growth by size of the pool."""
     pools = found.sizes("pool")
-    rows, medians = [], []
+    rows, medians, cold = [], [], []
     for pool in pools:
         row = [f"{pool:,}"]
-        for wear in ("new", "worn"):
-            reserve = found.one("reserve", SUBJECT, pool=pool, wear=wear)
+        for ids in (NEW, WORN):
+            reserve = found.one("reserve", SUBJECT, pool=pool, ids=ids)
             medians.append(reserve["median_us"])
-            row += [spread(reserve), spread(found.one("trim", SUBJECT, pool=pool, wear=wear))]
-        rows.append(row)
+            row += [spread(reserve), spread(found.one("trim", SUBJECT, pool=pool, ids=ids))]
+        cold.append(found.one("reserve", SUBJECT, pool=pool, ids=WORN_COLD))
+        rows.append([*row, spread(cold[-1])])
     return Table(
         "The same growth in pools of all sizes",
         "32 requests reserve 8 tokens each at page 1, 256 pages moved; given back by `trim`. "
-        "Worn: all pages went out in turns and came back in random order. µs, median (p10–p90).",
-        ["pool, pages", "new: reserve", "new: trim", "worn: reserve", "worn: trim"],
+        "Worn: all pages went out in turns and came back in random order. Ids given back go out "
+        "again first, so they are in the caches; in the last column none is given back until the "
+        "rows are full, so each growth takes others. µs, median (p10–p90).",
+        [
+            "pool, pages",
+            "new: reserve",
+            "new: trim",
+            "worn: reserve",
+            "worn: trim",
+            "worn, ids not used lately: reserve",
+        ],
         rows,
         f"from {pools[0]:,} to {pools[-1]:,} pages `reserve` stays between {us(min(medians))} and "
-        f"{us(max(medians))} µs, a factor of {max(medians) / min(medians):.2f}.",
+        f"{us(max(medians))} µs, a factor of {max(medians) / min(medians):.2f}; with ids not used "
+        f"lately it goes from {us(cold[0]['median_us'])} to {us(cold[-1]['median_us'])} µs.",
     )
 
 

@@ -16,6 +16,8 @@ from profiling.verbs import agree
 ROWS = 16
 POOL_ROWS = 32
 POOL_TOKENS = 8  # of each row at page size 1, before it grows by as many
+NEW, WORN, WORN_COLD = "new", "worn", "worn, not used lately"
+WEAR = (NEW, WORN, WORN_COLD)
 HISTORY_ROWS = 64
 HISTORY_PAGE = 64
 
@@ -37,15 +39,24 @@ def run(
         for pages in moved:
             tokens = pages // ROWS * page_size
             twins = Twins(Shape(ROWS, page_size, history=tokens, row_width=tokens))
-            times = alternate(moving_sides(twins), effort)
+            sides = moving_sides(twins)
+            times = alternate(sides, effort)
             records += records_of(times, {"page": page_size, "pages moved": pages})
+            for side in sides:  # once more, so that there is something to compare
+                side.steps[0].call()
             agree(twins)
             compared += 1
     for num_pages in pools:
-        for wear in ("new", "worn"):
-            alloc = pool(num_pages, worn=wear == "worn")
-            at = {"page": 1, "pool": num_pages, "wear": wear, "pages moved": POOL_ROWS * 8}
-            records += records_of(alternate([pool_side(alloc)], effort), at)
+        for wear in WEAR:
+            alloc = pool(num_pages, worn=wear != NEW)
+            at: dict[str, int | str] = {
+                "page": 1,
+                "pool": num_pages,
+                "ids": wear,
+                "pages moved": POOL_ROWS * POOL_TOKENS,
+            }
+            side = pool_side(alloc, onwards=wear == WORN_COLD)
+            records += records_of(alternate([side], effort), at)
             alloc.check()
     for history in histories:
         alloc, side = history_side(history)
@@ -101,18 +112,26 @@ def pool(num_pages: int, worn: bool) -> sgalloc.KVAllocator:
     return alloc
 
 
-def pool_side(alloc: sgalloc.KVAllocator) -> Side:
-    """A growth of 256 pages, always the same; what it takes is given back untimed."""
-    handles: NDArray[np.int64] = alloc.open(POOL_ROWS)
-    batch = alloc.batch(handles)
+def pool_side(alloc: sgalloc.KVAllocator, onwards: bool) -> Side:
+    """A growth of 256 pages, again and again.
+
+    What it takes is given back at once, and goes out again with the next; or, ``onwards``, only
+    when the rows are full, so that each growth takes ids that have not been touched lately.
+    """
+    batch = alloc.batch(alloc.open(POOL_ROWS))
     alloc.extend(batch, POOL_TOKENS)
-    return Side(
-        SUBJECT,
-        [
-            Step("reserve", lambda: alloc.reserve(batch, POOL_TOKENS)),
-            Step("trim", lambda: alloc.trim(batch, POOL_TOKENS)),
-        ],
-    )
+    reserve = Step("reserve", lambda: alloc.reserve(batch, POOL_TOKENS))
+    if not onwards:
+        return Side(SUBJECT, [reserve, Step("trim", lambda: alloc.trim(batch, POOL_TOKENS))])
+    room = min(alloc.row_width, alloc.num_pages // POOL_ROWS) - POOL_TOKENS
+
+    def advance() -> None:
+        if int(alloc.committed(batch)[0]) < room:
+            alloc.commit(batch, POOL_TOKENS)
+        if int(alloc.committed(batch)[0]) + POOL_TOKENS > room:
+            alloc.trim(batch, POOL_TOKENS)
+
+    return Side(SUBJECT, [reserve, Step(None, advance)])
 
 
 def history_side(history: int) -> tuple[sgalloc.KVAllocator, Side]:

@@ -98,6 +98,8 @@ def machine_text(data: Mapping[str, Any]) -> str:
     """The machine and the run, in a sentence each."""
     env, run = data["environment"], data["run"]
     busy = "otherwise idle" if run["otherwise_idle"] else "busy with other work, too"
+    count = run["states_compared"]
+    equal = f" The two sides' states were compared {count} times and were equal." if count else ""
     return (
         f"{env['cpu']} (family/model {env['cpu_family_model']}), {env['cores']} cores, "
         f"{env['memory_gib']} GiB, {env['system']}, huge pages: {env['huge_pages']}; "
@@ -105,8 +107,7 @@ def machine_text(data: Mapping[str, Any]) -> str:
         f"sgalloc {env['sgalloc']}. Measured {run['date']} in {run['seconds']:.0f} s "
         f"({run['effort']} run) on a machine that was {busy}: other processes used "
         f"{run['other_cores']:.2f} cores. Peak memory {run['peak_memory_gib']} GiB. Timing an "
-        f"empty call reads {env['empty_call_us']:.2f} µs, which is not taken off. The states "
-        f"of the two sides were compared {run['states_compared']} times and were equal."
+        f"empty call reads {env['empty_call_us']:.2f} µs, which is not taken off.{equal}"
     )
 
 

@@ -15,12 +15,13 @@ from sgalloc.contiguity import Runs, page_runs
 from sgalloc.core import Core
 from sgalloc.device import open_device
 from sgalloc.errors import AllocError, StalePlan
+from sgalloc.exports import PageTables
 from sgalloc.inputs import Int64, counts, int64_array, token_sequences, whole_number
 from sgalloc.ledger import Batch, Ledger, names_one
 from sgalloc.pages import LOCKED, Int32, PagePool
 from sgalloc.plan import Gather, Plan, mixed_plan
 from sgalloc.prefix import Match
-from sgalloc.stats import GroupStats, RowStats, Stats
+from sgalloc.stats import GroupStats, RowStats, StagingStats, Stats
 
 _NO_ROWS: Int64 = np.empty(0, np.int64)
 _MAX_SLOT = (1 << 31) - 1
@@ -64,8 +65,13 @@ class KVAllocator:
         page_size: slots in a page.
         max_requests: rows of the table that requests can take, 1..``max_requests``.
         row_width: slots in a row; see `sgalloc.sizing.row_width`.
-        device: ``"cpu"``, or ``"auto"`` for the best there is.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or ``"auto"``: a GPU where there is one.
         prefix_cache: whether to keep the pages of finished requests for those to come.
+        stream: where the table is written: None for the stream current at each call (torch's
+            if torch is loaded, else CuPy's), a stream or a raw handle, or ``"plan"`` for one of
+            its own.
+        reader: the stream that reads the table, where that is another one.
+        page_table: whether to keep page ids on the device, too, as `page_table`.
 
     Handles may be one int, a sequence, an array or a `Batch`; lengths one int for all or one
     per request. A call that raises has changed nothing.
@@ -82,6 +88,9 @@ class KVAllocator:
         row_width: int,
         device: str = "auto",
         prefix_cache: bool = False,
+        stream: Any = None,
+        reader: Any = None,
+        page_table: bool = False,
     ) -> None:
         self.num_pages = whole_number(num_pages, "num_pages", 1, _MAX_SLOT)
         self.page_size = whole_number(page_size, "page_size", 1, _MAX_SLOT)
@@ -104,10 +113,15 @@ class KVAllocator:
             )
         if not isinstance(prefix_cache, bool):
             raise TypeError(f"prefix_cache must be True or False, got {prefix_cache!r}")
-        table = open_device(device, self.max_requests, self.row_width, self.page_size)
+        if not isinstance(page_table, bool):
+            raise TypeError(f"page_table must be True or False, got {page_table!r}")
+        table = open_device(
+            device, self.max_requests, self.row_width, self.page_size, stream, reader, page_table
+        )
         ledger = Ledger(self.max_requests, self.row_width, self.page_size)
         self._ledger = ledger
         self._core = Core.build(ledger, PagePool(self.num_pages), table, prefix_cache)
+        self._rounds_from = {"auto": table.rounds_from, "device": 1}
         self._refusals: Counter[str] = Counter()
         ranges.instrument(self, _RANGED)
 
@@ -139,6 +153,27 @@ class KVAllocator:
         if self._core.prefix is None:
             raise ValueError("this allocator has no prefix cache: make it with prefix_cache=True")
         return self._core.prefix
+
+    @property
+    def page_table(self) -> Any:
+        """Page ids, int32 ``(max_requests + 1, row_width // page_size)``, written as the table is.
+
+        Raises:
+            ValueError: this allocator was made without one.
+        """
+        if self._core.device.page_table is None:
+            raise ValueError("this allocator keeps no page table: make it with page_table=True")
+        return self._core.device.page_table
+
+    def page_tables(self, max_requests: int, max_pages: int) -> PageTables:
+        """Arrays for attention kernels: a padded page table and a CSR list, exported on demand.
+
+        Args:
+            max_requests: most requests of one update.
+            max_pages: most pages of a request.
+        """
+        most = whole_number(max_requests, "max_requests", 1, _MAX_SLOT)
+        return PageTables(self._core, most, whole_number(max_pages, "max_pages", 1, _MAX_SLOT))
 
     def batch(self, x: Any) -> Batch:
         """What a decode loop keeps: ``x`` looked up once."""
@@ -316,8 +351,15 @@ class KVAllocator:
         rows = self._ledger.rows_of(x)
         start = self._ledger.committed.take(rows)
         # asarray: NumPy adds a zero-dimensional array in half the time of a Python int.
-        stop = start + np.asarray(counts(reserve, rows.size, "reserve"))
-        return self._do(rows, start, stop, out, after)
+        tokens = counts(reserve, rows.size, "reserve")
+        stop = start + np.asarray(tokens)
+        if rounding == "host" or out is not None or rows.size < self._rounds_from[rounding]:
+            return self._do(rows, start, stop, out, after)
+        self._core.settle()
+        writer = growing.round_on_device(self._core, rows, start, tokens, after)
+        plan = Plan(self._ledger, rows, start, stop)
+        growing.apply(self._core, plan, None, None if writer else after, writer)
+        return plan
 
     @_verb
     def plan(
@@ -430,15 +472,16 @@ class KVAllocator:
         self._core.settle()
 
     def warm(self, max_pages: int | None = None) -> None:
-        """Touch all memory that a steady step uses, so that no later step pays for it.
+        """Compile, allocate and touch all that a steady step uses, so that no later one pays.
 
         Args:
-            max_pages: the most new pages of one step; a CPU needs no bound and ignores it.
+            max_pages: the most new pages of one step; on a GPU 2**21 if None, on a CPU there is
+                no bound.
         """
         if max_pages is not None:
             whole_number(max_pages, "max_pages", 1)
         self._ledger.warm()
-        self._core.device.warm()
+        self._core.device.warm(max_pages)
 
     # -- asking ----------------------------------------------------------------------------
 
@@ -511,6 +554,7 @@ class KVAllocator:
             dict(self._refusals),
             committed=int(ledger.committed.take(live).sum()),
             allocated=int(ledger.allocated.take(live).sum()),
+            staging=StagingStats(*self._core.device.staging),
         )
 
     def runs(self, x: Any = None) -> Runs:

@@ -7,23 +7,34 @@ from typing import Any
 import numpy as np
 
 from sgalloc.core import Core
+from sgalloc.device import Writer
 from sgalloc.errors import OutOfPages
-from sgalloc.plan import Gather, Plan
+from sgalloc.inputs import Int64
+from sgalloc.pages import Int32
+from sgalloc.plan import Gather, Plan, Segments
 from sgalloc.prefix import Victim
 
 
-def apply(core: Core, plan: Plan, out: Any, after: Any) -> None:
+def apply(core: Core, plan: Plan, out: Any, after: Any, writer: Writer | None = None) -> None:
     """Do what ``plan`` says. Whatever can fail comes before the first change of host state.
+
+    Args:
+        core: the allocator's parts.
+        plan: what to do.
+        out: receives the slots of the new tokens, or None.
+        after: an event that the write waits for, or None.
+        writer: who writes the table in the device's place.
 
     Raises:
         OutOfPages: it does not fit, and nothing was evicted.
     """
-    device, ledger, pool = core.device, core.ledger, core.pool
+    ledger, pool = core.ledger, core.pool
+    device: Writer = core.device if writer is None else writer
     gather = None
     if out is not None:
         size = int((plan.stop - plan.start).sum())
-        target = device.checked_out(out, size)
-        gather = Gather(plan.rows, plan.start, plan.stop, size, target)
+        target = core.device.checked_out(out, size)
+        gather = Gather(plan.rows, plan.start, plan.stop, size, target, plan.growing)
     growth = plan.growth
     if growth is None:
         plan.ready = device.write(None, None, gather, after)
@@ -43,6 +54,48 @@ def apply(core: Core, plan: Plan, out: Any, after: Any) -> None:
     if plan.decoding is not None:
         ledger.step(plan.decoding)
     plan.fits = True
+
+
+class Written:
+    """Stands in for a device that has written a plan already, behind the event ``ready``."""
+
+    def __init__(self, ready: Any) -> None:
+        self._ready = ready
+
+    def write(
+        self, pages: Segments | None, ids: Int32 | None, gather: Gather | None, after: Any
+    ) -> Any:
+        """Nothing is left to write."""
+        return self._ready
+
+
+def round_on_device(
+    core: Core, rows: Int64, start: Int64, reserve: int | Int64, after: Any
+) -> Written | None:
+    """Let the device round a reserve before the host counts it, if a bound proves that it fits.
+
+    Args:
+        core: the allocator's parts.
+        rows: int64 ``(n,)``.
+        start: C, int64 ``(n,)``.
+        reserve: tokens past C, an int or int64 ``(n,)``.
+        after: an event that the write waits for, or None.
+
+    Returns:
+        None where the host has to count first.
+    """
+    device, pool, ledger = core.device, core.pool, core.ledger
+    n = rows.size
+    most = reserve if isinstance(reserve, int) else int(reserve[reserve.argmax()])
+    if most > ledger.row_width:
+        return None
+    bound = n * (-(-most // ledger.page_size) + 1)
+    reach = -(-(int(start[start.argmax()]) + most) // ledger.page_size)
+    if bound > pool.free or reach > ledger.row_pages:
+        return None
+    allocated = ledger.allocated.take(rows)
+    ready = device.write_watermarks(rows, start, allocated, reserve, pool.head(bound), after)
+    return None if ready is None else Written(ready)
 
 
 def _victims(core: Core, need: int) -> list[Victim]:

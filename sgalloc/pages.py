@@ -56,11 +56,15 @@ class PagePool:
             returning: ids, int32, that would be given back just before.
         """
         if returning is None or not returning.size:
-            return self._stack[self.free - count : self.free][::-1].copy()
+            return self.head(count).copy()
         rest = count - returning.size
         if rest <= 0:
             return returning[:count]
-        return np.concatenate((returning, self._stack[self.free - rest : self.free][::-1]))
+        return np.concatenate((returning, self.head(rest)))
+
+    def head(self, count: int) -> Int32:
+        """The ids that would be handed out next, int32 ``(count,)``; a view, read at once."""
+        return self._stack[self.free - count : self.free][::-1]
 
     def take(self, ids: Int32, holder: int | Int64) -> None:
         """Take ``ids``, which `peek` has just named, for ``holder`` (a row, or one per id)."""

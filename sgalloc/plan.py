@@ -50,6 +50,8 @@ class Gather(NamedTuple):
         stop: int64 ``(n,)``.
         size: slots in all.
         out: the device's array that receives them, int32 or int64 ``(size,)``.
+        growing: which of the requests the pages of the same write go to, one each, as
+            positions, int64; None for none.
     """
 
     rows: Int64
@@ -57,6 +59,7 @@ class Gather(NamedTuple):
     stop: Int64
     size: int
     out: Any
+    growing: Int64 | None = None
 
 
 class Plan:
@@ -70,6 +73,7 @@ class Plan:
         stop: ... up to here, tokens, int64 ``(n,)``.
         num_new_pages: pages in all groups together.
         growth: the pages that it adds, or None for none.
+        growing: the requests that grow, as positions, int64, in the order of ``growth``.
         extents: A afterwards of the rows that grow, tokens, int64, as ``growth.rows``.
         fits: whether the pages could be had when the plan was made.
         ready: once applied, an event that is done when the table is written.
@@ -80,6 +84,7 @@ class Plan:
         "decoding",
         "extents",
         "fits",
+        "growing",
         "growth",
         "ledger",
         "num_new_pages",
@@ -125,7 +130,7 @@ class Plan:
         self.fits = True
         self.ready: Any = None
         cur = self.cur = ledger.allocated.take(rows)
-        at = (stop > cur).nonzero()[0]
+        at = self.growing = (stop > cur).nonzero()[0]
         if not at.size:
             self.nxt = cur
             self.growth: Segments | None = None

@@ -55,13 +55,20 @@ class DoneMethod:
 class OnDevice:
     """Looks like an array in device memory; reading it as host numbers would be a hidden copy."""
 
-    __cuda_array_interface__ = {"shape": (2,), "typestr": "<i8", "data": (0, False), "version": 3}  # noqa: RUF012
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape or (2,)
+        self.ndim = len(shape or (2,))
+        self.__cuda_array_interface__ = {"shape": self.shape, "typestr": "<i8", "version": 3}
 
     def __len__(self) -> int:
-        return 2
+        return self.shape[0]
 
-    def __getitem__(self, at: int) -> int:
-        raise AssertionError("a device array was read from the host")
+    def __getitem__(self, at: int) -> OnDevice:
+        if not 0 <= at < self.shape[0]:
+            raise IndexError(at)
+        element = OnDevice()
+        element.shape, element.ndim = self.shape[1:], self.ndim - 1
+        return element
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a device array was copied to the host")

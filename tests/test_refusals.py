@@ -2,69 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-from host_support import DoneValue, OnDevice, Query, fingerprint, make, prompt
+from host_support import DoneValue, OnDevice, Query, prompt
+from refusal_world import PS, World, assert_refused, world
 
 import sgalloc
 
-PS = 4
 BEYOND = 1 << 63
-
-
-class World(NamedTuple):
-    """An allocator with something in every place that a refused call could disturb."""
-
-    alloc: sgalloc.KVAllocator
-    h: np.ndarray
-    """Two open requests: C = 9, A = 16; and C = 10, A = 12, opened with two shared pages."""
-    gone: int
-    plan: sgalloc.Plan
-    match: sgalloc.Match
-
-
-def world() -> World:
-    alloc = make(40, PS, max_requests=8, row_width=41, prefix_cache=True)
-    seeds = alloc.open(2, namespace=None)
-    alloc.extend(seeds, [12, 20])
-    alloc.release(seeds, tokens=[prompt(3, PS), prompt(5, PS, seed=1)])
-    (plain,) = alloc.open()
-    (shared,) = alloc.open_with_prefix(alloc.prefix.match(prompt(2, PS)))
-    (gone, waiting) = alloc.open(2)
-    alloc.extend([plain, shared, gone, waiting], [9, 10, 3, 7])
-    alloc.reserve(plain, 7)
-    alloc.decode([plain, shared], 0)
-    alloc.release(waiting, after=Query())
-    alloc.release(gone)
-    match = alloc.prefix.match(prompt(5, PS, seed=1))
-    h = np.array([plain, shared])
-    return World(alloc, h, int(gone), alloc.plan(decode=(h, 8)), match)
-
-
-def assert_refused(
-    call: Callable[[World], Any],
-    error: type[Exception] | tuple[type[Exception], ...],
-    naming: str | None,
-    w: World | None = None,
-) -> None:
-    """The call is refused in one line that names the value and a remedy; nothing changed."""
-    w = world() if w is None else w
-    before = fingerprint(w.alloc)
-    with pytest.raises(error) as refused:
-        call(w)
-    message = str(refused.value)
-    assert message and "\n" not in message
-    if naming is not None:
-        assert naming in message, message
-    assert re.search(r"\b(must|only)\b|: \w", message), f"no remedy in {message!r}"
-    assert fingerprint(w.alloc) == before
-    assert w.alloc.fits(w.plan)
-    w.alloc.apply(w.plan)  # made before, and as good as it was
-    w.alloc.check(device=True)
 
 
 # -- numbers -----------------------------------------------------------------------------------
@@ -118,7 +66,7 @@ BAD_NUMBERS: dict[str, tuple[Any, type[Exception], str]] = {
     "ragged": ([[12], [12, 12]], TypeError, "[12, 12]"),
     "float array": (np.array([12.0, 12.0]), TypeError, "float64"),
     "bool array": (np.array([True, False]), TypeError, "bool"),
-    "time array": (np.array([12, 12], "m8[s]"), TypeError, "m8[s]"),
+    "time array": (np.array([12, 12], "m8[s]"), TypeError, "timedelta64"),
     "str array": (np.array(["12", "12"]), TypeError, "12"),
     "object array": (np.array([12, None]), TypeError, "None"),
     "negative array": (np.array([12, -4]), ValueError, "-4"),
@@ -166,7 +114,6 @@ ONE_NUMBER: dict[str, Callable[[World, Any], Any]] = {
     "pages to": lambda w, n: w.alloc.pages(w.h[0], 0, n),
     "warm": lambda w, n: w.alloc.warm(n),
 }
-NOT_ONE = ("too few", "too many", "none", "nested", "ragged")
 
 
 @pytest.mark.parametrize("verb", ONE_NUMBER)
@@ -175,16 +122,15 @@ def test_bad_single_number(verb: str, kind: str) -> None:
     value, error, naming = BAD_NUMBERS[kind]
     if verb in ("pages to", "warm") and value is None:
         return  # the default
-    error = TypeError if np.ndim(value) or kind == "none" else error
-    naming = (
-        "OnDevice" if kind == "device array" else "" if np.ndim(value) or kind == "none" else naming
-    )
+    if isinstance(value, (list, np.ndarray, OnDevice)):
+        error, naming = TypeError, ""  # whatever is wrong with its numbers, there is but one
     assert_refused(lambda w: ONE_NUMBER[verb](w, value), error, naming)
 
 
-@pytest.mark.parametrize(
-    "kind", [k for k in BAD_NUMBERS if k not in ("too few", "too many", "none")]
-)
+ANY_LENGTH = [kind for kind in BAD_NUMBERS if kind not in ("too few", "too many", "none")]
+
+
+@pytest.mark.parametrize("kind", ANY_LENGTH)
 def test_bad_lengths_for_fits(kind: str) -> None:
     value, error, naming = BAD_NUMBERS[kind]
     assert_refused(lambda w: w.alloc.fits(value), error, naming)
@@ -216,10 +162,10 @@ HANDLE_VERBS: dict[str, Callable[[World, Any], Any]] = {
     "fits a plan": lambda w, x: w.alloc.fits(w.plan, after_releasing=x),
     "fits lengths": lambda w, x: w.alloc.fits([1], after_releasing=x),
 }
-BAD_HANDLES: dict[str, tuple[Callable[[World], Any], type[Exception] | tuple[type[Exception], ...], str]] = {
+BAD_HANDLES: dict[str, tuple[Callable[[World], Any], type[Exception], str]] = {
     "stale": (lambda w: w.gone, sgalloc.StaleHandle, "released"),
     "stale among good": (lambda w: [w.h[0], w.gone], sgalloc.StaleHandle, "released"),
-    "never handed out": (lambda w: w.h[0] + (5 << 32), sgalloc.StaleHandle, "generation 6"),
+    "never handed out": (lambda w: w.h[0] + (5 << 32), sgalloc.StaleHandle, "generation 7"),
     "bare row": (lambda w: 1, sgalloc.StaleHandle, "1"),
     "padding row": (lambda w: 1 << 32, sgalloc.StaleHandle, str(1 << 32)),
     "row past the last": (lambda w: (1 << 32) + 9, sgalloc.StaleHandle, "row 9"),
@@ -282,8 +228,12 @@ IMPOSSIBLE: dict[str, tuple[Callable[[World], Any], type[Exception], str]] = {
     "rounding None": (lambda w: w.alloc.reserve(w.h, 1, rounding=None), ValueError, "None"),
     "rounding a list": (lambda w: w.alloc.reserve(w.h, 1, rounding=["host"]), ValueError, "host"),
     "a plan of a number": (lambda w: w.alloc.plan(extend=5), TypeError, "extend"),
-    "a plan of handles alone": (lambda w: w.alloc.plan(decode=(w.h,)), (TypeError, ValueError), "decode"),
-    "a plan of three": (lambda w: w.alloc.plan(reserve=(w.h, 1, 2)), (TypeError, ValueError), "reserve"),
+    "a plan of handles alone": (
+        lambda w: w.alloc.plan(decode=(w.h,)), (TypeError, ValueError), "decode"
+    ),
+    "a plan of three": (
+        lambda w: w.alloc.plan(reserve=(w.h, 1, 2)), (TypeError, ValueError), "reserve"
+    ),
     "the same in two parts": (
         lambda w: w.alloc.plan(extend=(w.h, 12), decode=(w.h[:1], 1)), ValueError, "once"
     ),
@@ -294,7 +244,9 @@ IMPOSSIBLE: dict[str, tuple[Callable[[World], Any], type[Exception], str]] = {
     "write after a stream event": (
         lambda w: w.alloc.extend(w.h, 12, after=12345), TypeError, "12345"
     ),
-    "write after an undone event": (lambda w: w.alloc.decode(w.h, after=Query()), TypeError, "after"),
+    "write after an undone event": (
+        lambda w: w.alloc.decode(w.h, after=Query()), TypeError, "after"
+    ),
     "release after a number": (lambda w: w.alloc.release(w.h, after=5), TypeError, "5"),
     "release after a bool": (lambda w: w.alloc.release(w.h, after=True), TypeError, "True"),
     "trim after a str": (lambda w: w.alloc.trim(w.h, 8, after="done"), TypeError, "'done'"),

@@ -5,24 +5,16 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from sgalloc.device.cpu import CpuDevice
+from sgalloc.device.exported import Exported
 from sgalloc.inputs import Int64
 from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Segments
 
-__all__ = ["CpuDevice", "Device", "open_device"]
+__all__ = ["CpuDevice", "Device", "Exported", "Writer", "open_device"]
 
 
-class Device(Protocol):
-    """What the allocator asks of a device. Tables are written, and never read to decide."""
-
-    name: str
-
-    @property
-    def table(self) -> Any:
-        """``req_to_token``, int32 ``(max_requests + 1, row_width)``, at one address for life."""
-
-    def warm(self) -> None:
-        """Compile, allocate and touch all that a steady step needs."""
+class Writer(Protocol):
+    """Who writes a step into the table."""
 
     def write(
         self, pages: Segments | None, ids: Int32 | None, gather: Gather | None, after: Any
@@ -39,6 +31,56 @@ class Device(Protocol):
             An event that is done when the table is written.
         """
 
+
+class Device(Writer, Protocol):
+    """What the allocator asks of a device. Tables are written, and never read to decide."""
+
+    name: str
+    rounds_from: int
+    """Requests from which the device rounds watermarks sooner than the host."""
+
+    @property
+    def page_table(self) -> Any:
+        """Page ids of each row, int32 ``(max_requests + 1, row_pages)``; None unless wanted."""
+
+    @property
+    def staging(self) -> tuple[int, int, int]:
+        """Staging slots, calls that waited for one, and slots added."""
+
+    @property
+    def table(self) -> Any:
+        """``req_to_token``, int32 ``(max_requests + 1, row_width)``, at one address for life."""
+
+    def warm(self, max_pages: int | None = None) -> None:
+        """Compile, allocate and touch all that a step of ``max_pages`` new pages needs."""
+
+    def write_watermarks(
+        self,
+        rows: Int64,
+        committed: Int64,
+        allocated: Int64,
+        reserve: int | Int64,
+        ids: Int32,
+        after: Any,
+    ) -> Any:
+        """Round, count, pick and write in one launch; None where the device would not."""
+
+    def empty(self, *shape: int) -> Any:
+        """A new int32 array of zeros on the device."""
+
+    def export(self, rows: Int64, indptr: Int64, lengths: Int64, into: Exported) -> Any:
+        """Write the page ids of ``rows`` from the table into arrays of the caller's.
+
+        Args:
+            rows: int64 ``(n,)``.
+            indptr: int64 ``(n + 1,)``, from 0, pages of each row.
+            lengths: tokens of each, int64 ``(n,)``.
+            into: where to.
+
+        Returns:
+            An event that is done when they are written.
+        """
+
     def checked_out(self, out: Any, size: int) -> Any:
         """``out`` as this device's array, if it has exactly ``size`` entries of int32 or int64."""
 
@@ -49,18 +91,54 @@ class Device(Protocol):
         """A host copy of whole rows, for checks alone."""
 
 
-def open_device(name: str, max_requests: int, row_width: int, page_size: int) -> Device:
-    """The device called ``name``.
+def open_device(
+    name: str,
+    max_requests: int,
+    row_width: int,
+    page_size: int,
+    stream: Any = None,
+    reader: Any = None,
+    page_table: bool = False,
+) -> Device:
+    """The device called ``name``: "cpu", "cuda", "cuda:N", or "auto" for a GPU where there is one.
 
     Raises:
         TypeError: not a string.
-        ValueError: no such device here.
+        ValueError: no such device here; the message says what is missing.
     """
     if not isinstance(name, str):
-        raise TypeError(f"device must be a string such as 'cpu', got {name!r}")
-    if name not in ("auto", "cpu"):
+        raise TypeError(f"device must be a string such as 'cpu' or 'cuda:0', got {name!r}")
+    kind, _, number = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (number and (kind != "cuda" or not number.isdigit())):
+        raise ValueError(f"device {name!r} is unknown: use 'cpu', 'cuda', 'cuda:N' or 'auto'")
+    missing = None if kind == "cpu" else cuda_missing()
+    if kind == "cpu" or (kind == "auto" and missing is not None):
+        if stream is not None or reader is not None:
+            raise ValueError("stream= and reader= are for a GPU: the CPU has no streams")
+        return CpuDevice(max_requests, row_width, page_size, page_table)
+    if missing is not None:
+        raise ValueError(f"device {name!r} cannot be used: {missing}; or use device='cpu'")
+    from cupy.cuda import runtime
+
+    from sgalloc.device.cuda import CudaDevice
+
+    index = int(number) if number else int(runtime.getDevice())
+    if index >= runtime.getDeviceCount():
         raise ValueError(
-            f"device {name!r} is not served by this version: use 'cpu', or 'auto' to take what "
-            "there is"
+            f"device {name!r} is not here: this machine has {runtime.getDeviceCount()} GPUs, "
+            "counted from 0"
         )
-    return CpuDevice(max_requests, row_width, page_size)
+    return CudaDevice(index, max_requests, row_width, page_size, stream, reader, page_table)
+
+
+def cuda_missing() -> str | None:
+    """What keeps a GPU from being used; None where one can be."""
+    try:
+        from cupy.cuda import runtime
+    except ImportError as error:
+        return f"CuPy is not installed ({error}): pip install 'sgalloc[cuda13]'"
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        return f"CUDA does not work here ({error}): look at the driver with nvidia-smi"
+    return None if count else "there is no GPU"

@@ -7,23 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sgalloc.device.exported import Exported
+from sgalloc.device.ready import DONE, Done
 from sgalloc.inputs import Int64
 from sgalloc.ledger import spread, touch
 from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Segments
-
-
-class Done:
-    """An event that is done: what a CPU writes is there when the call returns."""
-
-    done = True
-
-    def query(self) -> bool:
-        """True."""
-        return True
-
-
-DONE = Done()
 
 
 class CpuDevice:
@@ -31,13 +20,21 @@ class CpuDevice:
 
     name = "cpu"
 
-    def __init__(self, max_requests: int, row_width: int, page_size: int) -> None:
+    staging = (0, 0, 0)
+    rounds_from = 1 << 62
+
+    def __init__(
+        self, max_requests: int, row_width: int, page_size: int, page_table: bool = False
+    ) -> None:
         rows = max_requests + 1
         self._row_width = row_width
         self._row_pages = row_width // page_size
         self._page_size = page_size
         self._per_page: Int32 = np.array(page_size, np.int32)
         self._table: Int32 = np.zeros((rows, row_width), np.int32)
+        self._page_table: Int32 | None = None
+        if page_table:
+            self._page_table = np.zeros((rows, self._row_pages), np.int32)
         self._offsets: Int32 = np.arange(page_size, dtype=np.int32)
         self._whole_rows = row_width % page_size == 0
         # The table by pages: (rows * row_pages, page_size), or (rows, row_pages, page_size)
@@ -54,6 +51,11 @@ class CpuDevice:
     def table(self) -> Int32:
         """``req_to_token``, int32 ``(max_requests + 1, row_width)``."""
         return self._table
+
+    @property
+    def page_table(self) -> Int32 | None:
+        """Page ids of each row, int32 ``(max_requests + 1, row_pages)``; None unless wanted."""
+        return self._page_table
 
     def write(
         self, pages: Segments | None, ids: Int32 | None, gather: Gather | None, after: Any
@@ -75,11 +77,16 @@ class CpuDevice:
             else:
                 row, number = np.divmod(pages.where, self._row_pages)
                 self._by_page[row, number] = slots
+            if self._page_table is not None:
+                self._page_table.reshape(-1)[pages.where] = ids
         if gather is not None:
             gather.out[:] = self.gather(gather.rows, gather.start, gather.stop)
         return DONE
 
-    def warm(self) -> None:
+    def write_watermarks(self, *_: Any) -> None:
+        """A CPU has nobody to round for it."""
+
+    def warm(self, max_pages: int | None = None) -> None:
         """Touch the table, so that no later step waits for the memory behind it."""
         touch(self._table.reshape(-1))
 
@@ -110,6 +117,24 @@ class CpuDevice:
         """The slots of positions ``[start, stop)`` of each row, flat, int32."""
         where = spread(rows * self._row_width + start, stop - start)
         return self._table.reshape(-1).take(where)
+
+    def empty(self, *shape: int) -> Int32:
+        """A new int32 array of zeros."""
+        return np.zeros(shape, np.int32)
+
+    def export(self, rows: Int64, indptr: Int64, lengths: Int64, into: Exported) -> Done:
+        """Write the page ids of ``rows`` into ``into``; done on return."""
+        n, total = rows.size, int(indptr[-1])
+        count = np.diff(indptr)
+        number = spread(np.zeros_like(rows), count)
+        at = rows.repeat(count) * self._row_width + number * self._page_size
+        ids = self._table.reshape(-1).take(at) // self._page_size
+        into.page_table[:n] = 0
+        into.page_table[np.arange(n).repeat(count), number] = ids
+        into.indices[:total] = ids
+        into.indptr[: n + 1] = indptr
+        into.last_page_len[:n] = np.where(count > 0, lengths - (count - 1) * self._page_size, 0)
+        return DONE
 
     def read_rows(self, rows: Int64) -> Int32:
         """A copy of whole rows."""

@@ -1,0 +1,569 @@
+"""A CUDA device: the table is a CuPy array, and a step is one launch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from sgalloc.device import staging
+from sgalloc.device.exported import Exported
+from sgalloc.device.kernels import THREADS, TILE_REQUESTS, Geometry, kernel
+from sgalloc.device.order import StreamOrder
+from sgalloc.device.ready import DONE, Done
+from sgalloc.device.staging import HEADER_BYTES, Ring, Slot, Spare
+from sgalloc.device.streams import Handle, Ready, new_stream
+from sgalloc.errors import WrongState
+from sgalloc.inputs import Int64
+from sgalloc.pages import Int32
+from sgalloc.plan import Gather, Segments
+
+_HOST_TO_DEVICE = 1
+_NEVER = np.int32(2**31 - 1)
+# Measured on an H200: below this a kernel reads mapped memory sooner than a copy arrives.
+MAPPED_BYTES = 16384
+_SMALL_PAGES = 1024
+_SMALL_GATHERED = 1024
+_SMALL_SLOTS, _SMALL_CAP = 16, 256
+_LARGE_SLOTS, _LARGE_CAP = 2, 8
+_SPARE_SLOTS = 8
+# Requests from which rounding on the device gives the earlier table, measured on an H200.
+ROUNDS_FROM = 1 << 62
+# Pages of one step that `warm` provides for, unless told otherwise.
+DEFAULT_MAX_PAGES = 1 << 21
+_RELAXED = 2
+
+
+class Out(NamedTuple):
+    """An array of the caller's that receives slots."""
+
+    ptr: int
+    wide: bool
+
+
+class CudaDevice:
+    """``req_to_token`` on a GPU, written by one launch a step, never read to decide."""
+
+    def __init__(
+        self,
+        index: int,
+        max_requests: int,
+        row_width: int,
+        page_size: int,
+        stream: Any = None,
+        reader: Any = None,
+        page_table: bool = False,
+    ) -> None:
+        self.name = f"cuda:{index}"
+        self.rounds_from = ROUNDS_FROM
+        self.index = index
+        self._max_requests = max_requests
+        self._page_size = page_size
+        self._row_width = row_width
+        self._row_pages = row_width // page_size
+        with cupy.cuda.Device(index) as device:
+            rows = max_requests + 1
+            self._table = cupy.zeros((rows, row_width), cupy.int32)
+            self._page_table = (
+                cupy.zeros((rows, self._row_pages), cupy.int32) if page_table else None
+            )
+            pages = self._page_table.data.ptr if self._page_table is not None else 0
+            sms = device.attributes["MultiProcessorCount"]
+            self._geometry = Geometry(self._table.data.ptr, pages, row_width, page_size, sms)
+            self._order = StreamOrder(index, stream, reader)
+            runtime.deviceSynchronize()
+        mapped = os.environ.get("SGALLOC_MAPPED_BYTES")
+        self._mapped_bytes = MAPPED_BYTES if mapped is None else int(mapped)
+        self._small: Ring | None = None
+        self._large: Ring | None = None
+        self._spare: Spare | None = None
+        self._large_bytes = 0
+        self._scan: _Scan | None = None
+        self._last: Ready | None = None
+        self.launches = 0
+        self.copies = 0
+
+    # -- tables ----------------------------------------------------------------------------
+
+    @property
+    def table(self) -> Any:
+        """``req_to_token``, a CuPy array, int32 ``(max_requests + 1, row_width)``."""
+        return self._table
+
+    @property
+    def page_table(self) -> Any:
+        """Page ids of each row, a CuPy array, int32 ``(max_requests + 1, row_pages)``, or None."""
+        return self._page_table
+
+    def read_rows(self, rows: Int64) -> Int32:
+        """A host copy of whole rows, behind everything written so far; for checks alone."""
+        with cupy.cuda.Device(self.index):
+            runtime.deviceSynchronize()
+            copy: Int32 = cupy.asnumpy(self._table[cupy.asarray(rows)])
+            return copy
+
+    # -- set-up ----------------------------------------------------------------------------
+
+    def warm(self, max_pages: int | None = None) -> None:
+        """Compile, allocate pinned and device memory, and capture the graphs.
+
+        Args:
+            max_pages: the most new pages of one step that may allocate nothing;
+                `DEFAULT_MAX_PAGES` if None.
+        """
+        with cupy.cuda.Device(self.index):
+            wanted = self._bytes_for(DEFAULT_MAX_PAGES if max_pages is None else max_pages)
+            if self._small is None:
+                self._small = Ring(self._make_small, _SMALL_SLOTS, _SMALL_CAP)
+                self._spare = Spare(self._make_small, _SPARE_SLOTS)
+                self._scan = _Scan(self._max_requests)
+                for name in ("page_watermarks", "export_pages", "replay_pages"):
+                    kernel(name, self.index)
+            if wanted > self._large_bytes:
+                self._grow_large(wanted)
+            runtime.deviceSynchronize()
+
+    def _bytes_for(self, pages: int) -> int:
+        return HEADER_BYTES + 4 * pages + 32 * self._max_requests + 64
+
+    def _grow_large(self, size: int) -> None:
+        old = self._large
+        self._large_bytes = 1 << (size - 1).bit_length()
+        self._large = Ring(self._make_large, _LARGE_SLOTS, _LARGE_CAP)
+        if old is not None:
+            # Work may still read the smaller slots, so they live as long as the ring does.
+            self._large.retired = old
+            self._large.grows, self._large.waits = old.grows + 1, old.waits
+
+    def _make_large(self, _first: bool) -> Slot:
+        return Slot(self._large_bytes, copied=True)
+
+    def _make_small(self, captured: bool) -> Slot:
+        """A slot that the kernel reads in place, with a graph of its own if ``captured``."""
+        slot = Slot(HEADER_BYTES + 12 * _SMALL_PAGES + 16 * _SMALL_GATHERED, copied=False)
+        words = slot.words
+        words[staging.PLACES_AT] = HEADER_BYTES
+        words[staging.IDS_AT] = HEADER_BYTES + 8 * _SMALL_PAGES
+        first = HEADER_BYTES + 12 * _SMALL_PAGES
+        for n, place in enumerate(
+            (staging.ROW_AT, staging.START_AT, staging.FIRST_NEW_AT, staging.NEW_AT_AT)
+        ):
+            words[place] = first + 4 * n * _SMALL_GATHERED
+        if captured:
+            stream = new_stream()
+            stream.begin_capture(_RELAXED)
+            self._launch_step(slot.ptr, _SMALL_PAGES, _SMALL_GATHERED, stream.ptr)
+            slot.graph = stream.end_capture()
+            self.launches -= 1
+        return slot
+
+    # -- a step ----------------------------------------------------------------------------
+
+    def write(
+        self, pages: Segments | None, ids: Int32 | None, gather: Gather | None, after: Any
+    ) -> Ready | Done:
+        """One launch: pages into the table, then the gather. See `Device.write`."""
+        if gather is not None and not gather.size:
+            gather = None
+        if pages is None and gather is None:
+            if after is not None:
+                with _Current(self.index):
+                    self._order.wait(after)
+            return self._last or DONE
+        with _Current(self.index):
+            stream, capturing = self._order.enter(after)
+            if self._small is None:
+                if capturing:
+                    raise WrongState("call alloc.warm() before a verb on a capturing stream")
+                self.warm()
+            slot = self._stage(pages, ids, gather, stream, capturing)
+            slot.hold(stream)
+            ready = Ready(slot.event, self.index)
+            # An event of a capture means nothing outside of it.
+            if not capturing:
+                self._last = ready
+                self._order.leave(stream, slot.event)
+        return ready
+
+    def _stage(
+        self,
+        pages: Segments | None,
+        ids: Int32 | None,
+        gather: Gather | None,
+        stream: int,
+        capturing: bool,
+    ) -> Slot:
+        """Lay the step out in a slot and launch it."""
+        assert self._small is not None and self._large is not None and self._spare is not None
+        total = 0 if pages is None else pages.total
+        asked = 0 if gather is None else gather.rows.size
+        uniform = 0 if gather is None else _uniform(gather)
+        small = (
+            total <= _SMALL_PAGES
+            and asked <= _SMALL_GATHERED
+            and (gather is None or uniform > 0)
+            and 12 * total + 16 * asked <= self._mapped_bytes
+        )
+        if small:
+            slot = self._spare.take(0) if capturing else self._small.take()
+            self._fill_small(slot, pages, ids, gather, uniform)
+            if slot.graph is not None and not capturing:
+                runtime.graphLaunch(slot.graph.graphExec, stream)
+                self.launches += 1
+            else:
+                self._launch_step(slot.ptr, total, 0 if gather is None else gather.size, stream)
+            return slot
+        size = HEADER_BYTES + 12 * (0 if pages is None else pages.rows.size) + 4 * total
+        size += 20 * asked + 64
+        if capturing:
+            slot = self._spare.take(size)
+            self.fill(slot, pages, ids, gather, uniform)
+            source = slot.ptr
+        else:
+            if size > self._large_bytes:
+                self._grow_large(size)
+            slot = self._large.take()
+            used = self.fill(slot, pages, ids, gather, uniform)
+            source = slot.target
+            runtime.memcpyAsync(source, slot.ptr, used, _HOST_TO_DEVICE, stream)
+            self.copies += 1
+        self._launch_step(source, total, 0 if gather is None else gather.size, stream)
+        return slot
+
+    def _fill_small(
+        self,
+        slot: Slot,
+        pages: Segments | None,
+        ids: Int32 | None,
+        gather: Gather | None,
+        uniform: int,
+    ) -> None:
+        words = slot.words
+        total = 0
+        if pages is not None and ids is not None:
+            total = pages.total
+            slot.longs[HEADER_BYTES // 8 : HEADER_BYTES // 8 + total] = pages.where
+            at = HEADER_BYTES // 4 + 2 * _SMALL_PAGES
+            slot.ints[at : at + total] = ids
+        words[staging.PAGES] = total
+        words[staging.TOTAL] = 0 if gather is None else gather.size
+        if gather is not None:
+            _describe(slot, gather, uniform)
+            first, step = HEADER_BYTES // 4 + 3 * _SMALL_PAGES, _SMALL_GATHERED
+            n = gather.rows.size
+            slot.ints[first : first + n] = gather.rows
+            slot.ints[first + step : first + step + n] = gather.start
+            fresh = slot.ints[first + 2 * step : first + 2 * step + n]
+            place = slot.ints[first + 3 * step : first + 3 * step + n]
+            _new_pages(gather, pages, fresh, place)
+
+    def fill(
+        self,
+        slot: Slot,
+        pages: Segments | None,
+        ids: Int32 | None,
+        gather: Gather | None,
+        uniform: int,
+    ) -> int:
+        """Lay a step out without gaps; the bytes used."""
+        words = slot.words
+        cursor = HEADER_BYTES
+        words[:16] = 0
+        if pages is not None and ids is not None:
+            words[staging.PAGES] = pages.total
+            words[staging.PLACES_AT] = cursor
+            n = pages.rows.size
+            if pages.total == n:
+                slot.longs[cursor // 8 : cursor // 8 + n] = pages.where
+                cursor += 8 * n
+            else:
+                offsets = pages.count.cumsum() - pages.count
+                slot.longs[cursor // 8 : cursor // 8 + n] = (
+                    pages.rows * self._row_pages + pages.first - offsets
+                )
+                cursor += 8 * n
+                words[staging.RUNS] = n
+                cursor = _put(slot, staging.OFFSETS_AT, cursor, offsets)
+            cursor = _put(slot, staging.IDS_AT, cursor, ids)
+        if gather is not None:
+            _describe(slot, gather, uniform)
+            words[staging.TOTAL] = gather.size
+            n = gather.rows.size
+            cursor = _put(slot, staging.ROW_AT, cursor, gather.rows)
+            cursor = _put(slot, staging.START_AT, cursor, gather.start)
+            if not uniform:
+                lengths = gather.stop - gather.start
+                cursor = _put(slot, staging.OFFSET_AT, cursor, lengths.cumsum() - lengths)
+            words[staging.FIRST_NEW_AT], words[staging.NEW_AT_AT] = cursor, cursor + 4 * n
+            fresh = slot.ints[cursor // 4 : cursor // 4 + n]
+            place = slot.ints[cursor // 4 + n : cursor // 4 + 2 * n]
+            _new_pages(gather, pages, fresh, place)
+            cursor += 8 * n
+        return cursor
+
+    def _launch_step(self, source: int, pages: int, slots: int, stream: int) -> None:
+        tile = self._geometry.tile_for(pages)
+        kernel("assign_pages", self.index)(
+            (self._geometry.blocks(pages, tile, slots),),
+            (THREADS,),
+            (*self._geometry.arguments, np.int32(tile), source),
+            0,
+            Handle(stream),
+        )
+        self.launches += 1
+
+    # -- gathers -----------------------------------------------------------------------------
+
+    def gather(self, rows: Int64, start: Int64, stop: Int64) -> Any:
+        """The slots of positions ``[start, stop)`` of each row, flat, a new int32 CuPy array."""
+        size = int((stop - start).sum())
+        with cupy.cuda.Device(self.index):
+            slots = cupy.empty(size, cupy.int32)
+        out = Out(slots.data.ptr, False)
+        self.write(None, None, Gather(rows, start, stop, size, out, None), None)
+        return slots
+
+    def checked_out(self, out: Any, size: int) -> Out:
+        """The caller's array, if it is a flat int32 or int64 array on this GPU of ``size``.
+
+        Raises:
+            TypeError: not an array on a GPU, or of another type.
+            ValueError: another size, not contiguous, or on another GPU.
+        """
+        interface = getattr(out, "__cuda_array_interface__", None)
+        if interface is None:
+            raise TypeError(
+                f"out must be an int32 or int64 array on {self.name}, got {type(out).__name__}: "
+                "make it with cupy.empty, or torch.empty(device='cuda')"
+            )
+        kind = interface["typestr"]
+        if kind not in ("<i4", "<i8"):
+            raise TypeError(f"out must be int32 or int64, got {kind}")
+        if tuple(interface["shape"]) != (size,):
+            raise ValueError(f"out must have shape ({size},), got {tuple(interface['shape'])}")
+        strides = interface.get("strides")
+        pointer, read_only = interface["data"]
+        if read_only or (strides is not None and size > 1 and strides[0] != int(kind[2])):
+            raise ValueError("out must be contiguous and writable: pass a fresh array")
+        if size and runtime.pointerGetAttributes(pointer).device != self.index:
+            raise ValueError(f"out lies on another GPU than {self.name}: allocate it there")
+        return Out(pointer, kind == "<i8")
+
+    # -- large batches -------------------------------------------------------------------------
+
+    def write_watermarks(
+        self,
+        rows: Int64,
+        committed: Int64,
+        allocated: Int64,
+        reserve: int | Int64,
+        ids: Int32,
+        after: Any,
+    ) -> Ready | None:
+        """Round, count, pick and write in one launch, before the host has counted.
+
+        Args:
+            rows, committed, allocated: int64 ``(n,)``.
+            reserve: tokens past C, an int or int64 ``(n,)``.
+            ids: the head of the free ids, int32; at least as many as the step can need.
+            after: a CUDA event that the write waits for, or None.
+
+        Returns:
+            As `write`; None where the staging memory is too small for it, or under capture.
+        """
+        n = rows.size
+        each = not isinstance(reserve, int) and reserve.ndim > 0
+        size = HEADER_BYTES + 4 * (n * (4 if each else 3) + ids.size) + 64
+        with _Current(self.index):
+            if self._small is None:
+                self.warm()
+            if size > self._large_bytes:
+                return None
+            stream, capturing = self._order.enter(after)
+            if capturing:
+                return None
+            assert self._large is not None and self._scan is not None
+            slot = self._large.take()
+            places, cursor = [], HEADER_BYTES
+            columns: list[Any] = [rows, committed, allocated, *([reserve] if each else []), ids]
+            for column in columns:
+                places.append(cursor)
+                slot.ints[cursor // 4 : cursor // 4 + column.size] = column
+                cursor += 4 * column.size
+            base = slot.target
+            runtime.memcpyAsync(
+                base + HEADER_BYTES,
+                slot.ptr + HEADER_BYTES,
+                cursor - HEADER_BYTES,
+                _HOST_TO_DEVICE,
+                stream,
+            )
+            self.copies += 1
+            tiles = -(-n // TILE_REQUESTS)
+            words, ticket, taken, epoch = self._scan.begin(tiles)
+            kernel("page_watermarks", self.index)(
+                (tiles,),
+                (THREADS,),
+                (
+                    *self._geometry.arguments,
+                    np.int32(self._geometry.tile),
+                    np.int32(n),
+                    base + places[0],
+                    base + places[1],
+                    base + places[2],
+                    base + places[3] if each else 0,
+                    np.int32(0 if each else int(reserve)),
+                    base + places[-1],
+                    words,
+                    ticket,
+                    np.uint32(taken),
+                    np.uint32(epoch),
+                ),
+                0,
+                Handle(stream),
+            )
+            self.launches += 1
+            slot.hold(stream)
+            self._last = Ready(slot.event, self.index)
+            self._order.leave(stream, slot.event)
+        return self._last
+
+    # -- exports -----------------------------------------------------------------------------
+
+    def empty(self, *shape: int) -> Any:
+        """A new int32 CuPy array of zeros."""
+        with cupy.cuda.Device(self.index):
+            return cupy.zeros(shape, cupy.int32)
+
+    def export(self, rows: Int64, indptr: Int64, lengths: Int64, into: Exported) -> Ready | Done:
+        """Write the page ids of ``rows`` from the table into ``into``. See `Device.export`."""
+        n = rows.size
+        size = HEADER_BYTES + 4 * (3 * n + 1) + 64
+        with _Current(self.index):
+            if self._large is None:
+                self.warm()
+            stream, capturing = self._order.enter(None)
+            if capturing:
+                raise WrongState("update exports before the capture; their addresses stay")
+            if size > self._large_bytes:
+                self._grow_large(size)
+            assert self._large is not None
+            slot = self._large.take()
+            places, cursor = [], HEADER_BYTES
+            for column in (rows, indptr, lengths):
+                places.append(cursor)
+                slot.ints[cursor // 4 : cursor // 4 + column.size] = column
+                cursor += 4 * column.size
+            base = slot.target
+            runtime.memcpyAsync(base, slot.ptr, cursor, _HOST_TO_DEVICE, stream)
+            width = into.page_table.shape[1]
+            kernel("export_pages", self.index)(
+                (min(max(1, -(-max(n * width, n + 1) // THREADS)), 8 * self._geometry.sms),),
+                (THREADS,),
+                (
+                    self._table.data.ptr,
+                    np.int64(self._row_width),
+                    np.int32(self._page_size),
+                    np.int32(n),
+                    base + places[0],
+                    base + places[1],
+                    base + places[2],
+                    into.page_table.data.ptr,
+                    np.int32(width),
+                    into.indices.data.ptr,
+                    into.indptr.data.ptr,
+                    into.last_page_len.data.ptr,
+                ),
+                0,
+                Handle(stream),
+            )
+            self.copies += 1
+            self.launches += 1
+            slot.hold(stream)
+            ready = Ready(slot.event, self.index)
+            self._order.leave(stream, slot.event)
+        return ready
+
+    # -- counters --------------------------------------------------------------------------
+
+    @property
+    def staging(self) -> tuple[int, int, int]:
+        """Slots of the rings, calls that waited for one, and slots added."""
+        rings = [ring for ring in (self._small, self._large) if ring is not None]
+        return (
+            sum(len(ring) for ring in rings),
+            sum(ring.waits for ring in rings),
+            sum(ring.grows for ring in rings),
+        )
+
+
+class _Scan:
+    """State of the single-pass scan; never cleared, since every launch has an epoch."""
+
+    def __init__(self, max_requests: int) -> None:
+        tiles = -(-max_requests // TILE_REQUESTS)
+        self._words = cupy.zeros(tiles, cupy.uint64)
+        self._ticket = cupy.zeros(1, cupy.uint32)
+        self._taken = 0
+        self._epoch = 0
+
+    def begin(self, tiles: int) -> tuple[int, int, int, int]:
+        """Words, ticket, tickets taken before, and the epoch of a launch of ``tiles`` blocks."""
+        self._epoch += 1
+        if self._epoch >= 1 << 30:
+            self._words.fill(0)
+            self._epoch = 1
+        before = self._taken
+        self._taken = (before + tiles) % (1 << 32)
+        return self._words.data.ptr, self._ticket.data.ptr, before, self._epoch
+
+
+class _Current:
+    """Make a device current, and restore the one that was."""
+
+    __slots__ = ("_before", "_wanted")
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        self._before = runtime.getDevice()
+        if self._before != self._wanted:
+            runtime.setDevice(self._wanted)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._wanted:
+            runtime.setDevice(self._before)
+
+
+def _uniform(gather: Gather) -> int:
+    """Slots of each request where all ask for as many, else 0."""
+    lengths = gather.stop - gather.start
+    each = int(lengths[0])
+    return each if each * lengths.size == gather.size and (lengths == each).all() else 0
+
+
+def _describe(slot: Slot, gather: Gather, uniform: int) -> None:
+    words = slot.words
+    words[staging.REQUESTS] = gather.rows.size
+    words[staging.UNIFORM] = uniform
+    words[staging.WIDE] = gather.out.wide
+    slot.longs[staging.OUT_LOW // 2] = gather.out.ptr
+
+
+def _put(slot: Slot, word: int, cursor: int, column: Any) -> int:
+    """Append an int32 column, note its place in the header, and return where the next begins."""
+    slot.words[word] = cursor
+    slot.ints[cursor // 4 : cursor // 4 + column.size] = column
+    return cursor + 4 * int(column.size)
+
+
+def _new_pages(gather: Gather, pages: Segments | None, fresh: Int32, place: Int32) -> None:
+    """For each request of the gather, its first page of this launch and where its id stands."""
+    fresh[:] = _NEVER
+    if pages is not None and gather.growing is not None:
+        fresh[gather.growing] = pages.first
+        place[gather.growing] = pages.count.cumsum() - pages.count

@@ -1,0 +1,93 @@
+"""On which stream a step runs, and behind whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupy.cuda import runtime
+
+from sgalloc.device.streams import (
+    cupy_current_stream,
+    event_pointer,
+    new_event,
+    new_stream,
+    stream_pointer,
+    torch_stream,
+)
+
+
+class StreamOrder:
+    """Chooses the stream of each step and puts it behind the table's readers and last writer.
+
+    Args:
+        device: index of the GPU.
+        stream: None for the stream current at each call, ``"plan"`` for an own one, or a
+            stream.
+        reader: the stream that reads the table, where that is another one.
+    """
+
+    def __init__(self, device: int, stream: Any, reader: Any) -> None:
+        self._device = device
+        self._own: Any = None
+        self._fixed: int | None = None
+        if isinstance(stream, str):
+            if stream != "plan":
+                raise ValueError(f"stream must be a stream, None or 'plan', got {stream!r}")
+            self._own = new_stream()
+            self._fixed = int(self._own.ptr)
+        elif stream is not None:
+            # The object is kept, since whoever made it may let go of it.
+            self._own = stream
+            self._fixed = stream_pointer(stream)
+        self._kept_reader = reader
+        self._reader = None if reader is None else stream_pointer(reader)
+        self._between = new_event()
+        self._last: tuple[int, int] | None = None
+
+    def enter(self, after: Any) -> tuple[int, bool]:
+        """The stream of a step, which waits for whom it must, and whether it is captured.
+
+        Args:
+            after: the event behind the last reader, or None.
+
+        Raises:
+            TypeError: ``after`` is no CUDA event.
+        """
+        event = None if after is None else event_pointer(after)
+        torch, cupy = torch_stream(self._device), cupy_current_stream(self._device)
+        current = cupy if torch is None else torch
+        stream = current if self._fixed is None else self._fixed
+        capturing = bool(runtime.streamIsCapturing(stream))
+        if event is not None:
+            runtime.streamWaitEvent(stream, event)
+        elif self._reader is not None:
+            if not capturing:
+                self._behind(stream, self._reader)
+        elif current != stream or cupy != current:
+            forking = bool(runtime.streamIsCapturing(current))
+            # What is captured cannot wait for what is not.
+            if forking or not capturing:
+                self._behind(stream, current)
+            capturing = capturing or forking
+            if not capturing:
+                self._behind(stream, cupy)
+        if self._last is not None and self._last[0] != stream and not capturing:
+            runtime.streamWaitEvent(stream, self._last[1])
+        return stream, capturing
+
+    def leave(self, stream: int, event: int) -> None:
+        """Note that ``event`` was recorded behind a step on ``stream``."""
+        self._last = (stream, event)
+
+    def wait(self, after: Any) -> None:
+        """Let the stream that a step would take wait for ``after``."""
+        event = event_pointer(after)
+        current = torch_stream(self._device)
+        if current is None:
+            current = cupy_current_stream(self._device)
+        runtime.streamWaitEvent(current if self._fixed is None else self._fixed, event)
+
+    def _behind(self, stream: int, reader: int) -> None:
+        if reader != stream:
+            runtime.eventRecord(self._between, reader)
+            runtime.streamWaitEvent(stream, self._between)

@@ -1,0 +1,153 @@
+"""The ring of pinned staging slots, each guarded by an event.
+
+A slot is never rewritten while a copy or a kernel that reads it is pending. This is the fault
+that several engines have met: a pinned buffer overwritten before an asynchronous copy read it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+from numpy.typing import NDArray
+
+from sgalloc.device.streams import event_done, new_event
+from sgalloc.errors import WrongState
+
+_PORTABLE_MAPPED = 3
+HEADER_BYTES = 128
+# Places of the header's int32 words, as `struct Step` in assign_pages.cu has them.
+PAGES, RUNS, REQUESTS, TOTAL, UNIFORM, WIDE = range(6)
+OUT_LOW = 6
+PLACES_AT, IDS_AT, OFFSETS_AT, ROW_AT, START_AT, OFFSET_AT, FIRST_NEW_AT, NEW_AT_AT = range(8, 16)
+SERIAL = 16
+
+
+def pinned(size: int) -> tuple[Any, NDArray[np.uint8]]:
+    """Pinned, mapped memory of ``size`` bytes: its owner, and a view of it."""
+    memory = cupy.cuda.PinnedMemory(size, _PORTABLE_MAPPED)
+    buffer = (ctypes.c_uint8 * size).from_address(memory.ptr)
+    return memory, np.ctypeslib.as_array(buffer)
+
+
+class Slot:
+    """One staging slot.
+
+    Attributes:
+        ptr: address, on the host and on the device alike.
+        size: bytes.
+        words: the header as int32.
+        event: recorded behind the last use.
+        used: whether the event was ever recorded.
+        graph: what launches the kernel on this slot (0: a plain launch does).
+        target: address that the kernel reads: a device buffer that the slot is copied to, or
+            the slot itself.
+    """
+
+    __slots__ = (
+        "_copy",
+        "_keep",
+        "bytes",
+        "event",
+        "graph",
+        "ints",
+        "longs",
+        "ptr",
+        "size",
+        "target",
+        "used",
+        "words",
+    )
+
+    def __init__(self, size: int, copied: bool) -> None:
+        self._keep, self.bytes = pinned(size)
+        self.bytes[:] = 0
+        self.ptr: int = self._keep.ptr
+        self.size = size
+        self.ints: NDArray[np.int32] = self.bytes.view(np.int32)
+        self.longs: NDArray[np.int64] = self.bytes.view(np.int64)
+        self.words = self.ints[: HEADER_BYTES // 4]
+        self.event = new_event()
+        self.used = False
+        self.graph: Any = None
+        self._copy = cupy.empty(size, cupy.uint8) if copied else None
+        self.target: int = self._copy.data.ptr if self._copy is not None else self.ptr
+
+    def busy(self) -> bool:
+        """Whether a use of it is pending."""
+        return self.used and not event_done(self.event)
+
+    def hold(self, stream: int) -> None:
+        """Guard the use that was just put on ``stream``."""
+        runtime.eventRecord(self.event, stream)
+        self.used = True
+
+
+class Ring:
+    """Slots of one size, used in turn; grows when all are busy, up to a cap, and then waits.
+
+    Attributes:
+        grows: slots added because all were busy.
+        waits: calls that waited because the cap was reached.
+        retired: a ring of smaller slots that this one took the place of.
+    """
+
+    def __init__(self, make: Callable[[bool], Slot], count: int, cap: int) -> None:
+        self._make = make
+        self._slots = [make(True) for _ in range(count)]
+        self._cap = cap
+        self._next = 0
+        self.retired: Ring | None = None
+        self.grows = 0
+        self.waits = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def take(self) -> Slot:
+        """A slot that nobody reads."""
+        at = self._next
+        slot = self._slots[at]
+        if slot.busy():
+            # The oldest is busy, so all are, unless they went to other streams.
+            if len(self._slots) < self._cap:
+                # Memory is added and never given back: freeing pinned memory waits for the GPU.
+                slot = self._make(False)
+                self._slots.insert(at, slot)
+                self.grows += 1
+            else:
+                self.waits += 1
+                runtime.eventSynchronize(slot.event)
+        self._next = (at + 1) % len(self._slots)
+        return slot
+
+
+class Spare:
+    """Slots set aside for launches under capture, which are never reused.
+
+    A captured launch reads its slot at every replay, and under capture nothing may be
+    allocated or polled.
+    """
+
+    def __init__(self, make: Callable[[bool], Slot], count: int) -> None:
+        self._slots = [make(False) for _ in range(count)]
+        self._kept: list[Slot] = []
+
+    def take(self, size: int) -> Slot:
+        """A slot for good.
+
+        Raises:
+            WrongState: none is left, or the step needs more than ``size`` bytes.
+        """
+        if not self._slots or self._slots[-1].size < size:
+            raise WrongState(
+                f"no staging slot of {size} bytes is left for a call on a capturing stream: "
+                "put alloc.captured(max_pages) into the graph instead, and stage() plans for it"
+            )
+        slot = self._slots.pop()
+        self._kept.append(slot)
+        return slot
