@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sgalloc import growing, laws, ranges, returning
-from sgalloc.caching import PrefixCache, checked_namespace
-from sgalloc.contiguity import Runs, page_runs
+from sgalloc import growing, ranges, returning
+from sgalloc.caching import checked_namespace
 from sgalloc.core import Core
-from sgalloc.device import open_device
-from sgalloc.errors import AllocError, StalePlan
-from sgalloc.exports import PageTables
-from sgalloc.inputs import Int64, counts, int64_array, token_sequences, whole_number
+from sgalloc.device import Writer, open_device
+from sgalloc.errors import AllocError
+from sgalloc.holdings import Holdings, counted
+from sgalloc.inputs import Int64, counts, token_sequences, whole_number
 from sgalloc.ledger import Batch, Ledger, names_one
-from sgalloc.pages import LOCKED, Int32, PagePool
-from sgalloc.plan import Gather, Plan, mixed_plan
+from sgalloc.pages import PagePool
+from sgalloc.plan import Plan, mixed_plan
 from sgalloc.prefix import Match
-from sgalloc.stats import GroupStats, RowStats, StagingStats, Stats
+
+if TYPE_CHECKING:
+    from sgalloc.device.captured import CapturedUpdate
 
 _NO_ROWS: Int64 = np.empty(0, np.int64)
 _MAX_SLOT = (1 << 31) - 1
 _MAX_ENTRIES = 1 << 60
+_NEVER = 1 << 62
 _RANGED = (
     "open",
     "open_with_prefix",
@@ -40,24 +41,8 @@ _RANGED = (
     "slots",
 )
 
-_Verb = TypeVar("_Verb", bound=Callable[..., Any])
 
-
-def _verb(method: _Verb) -> _Verb:
-    """Count refusals by reason."""
-
-    @wraps(method)
-    def call(self: KVAllocator, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except AllocError as refusal:
-            self._refusals[type(refusal).__name__] += 1
-            raise
-
-    return call  # type: ignore[return-value]
-
-
-class KVAllocator:
+class KVAllocator(Holdings):
     """Decides on the host which pages every request holds, and writes ``req_to_token``.
 
     Args:
@@ -121,140 +106,14 @@ class KVAllocator:
         ledger = Ledger(self.max_requests, self.row_width, self.page_size)
         self._ledger = ledger
         self._core = Core.build(ledger, PagePool(self.num_pages), table, prefix_cache)
-        self._rounds_from = {"auto": table.rounds_from, "device": 1}
         self._refusals: Counter[str] = Counter()
         ranges.instrument(self, _RANGED)
 
-    def __repr__(self) -> str:
-        return (
-            f"KVAllocator({self.num_pages} pages of {self.page_size}, {self.available()} free, "
-            f"{self._ledger.open_rows} of {self.max_requests} rows open, {self._core.device.name})"
-        )
-
     # -- what is held ----------------------------------------------------------------------
-
-    @property
-    def device(self) -> str:
-        """Where the table lives: ``"cpu"``, ``"cuda:0"``, ..."""
-        return self._core.device.name
-
-    @property
-    def req_to_token(self) -> Any:
-        """The table, int32 ``(max_requests + 1, row_width)``: written here, read by forwards."""
-        return self._core.device.table
-
-    @property
-    def prefix(self) -> PrefixCache:
-        """The prefix cache: ``match`` and ``publish``.
-
-        Raises:
-            ValueError: this allocator was made without one.
-        """
-        if self._core.prefix is None:
-            raise ValueError("this allocator has no prefix cache: make it with prefix_cache=True")
-        return self._core.prefix
-
-    @property
-    def page_table(self) -> Any:
-        """Page ids, int32 ``(max_requests + 1, row_width // page_size)``, written as the table is.
-
-        Raises:
-            ValueError: this allocator was made without one.
-        """
-        if self._core.device.page_table is None:
-            raise ValueError("this allocator keeps no page table: make it with page_table=True")
-        return self._core.device.page_table
-
-    def page_tables(self, max_requests: int, max_pages: int) -> PageTables:
-        """Arrays for attention kernels: a padded page table and a CSR list, exported on demand.
-
-        Args:
-            max_requests: most requests of one update.
-            max_pages: most pages of a request.
-        """
-        most = whole_number(max_requests, "max_requests", 1, _MAX_SLOT)
-        return PageTables(self._core, most, whole_number(max_pages, "max_pages", 1, _MAX_SLOT))
-
-    def batch(self, x: Any) -> Batch:
-        """What a decode loop keeps: ``x`` looked up once."""
-        return Batch(self._ledger, x.handles if isinstance(x, Batch) else x)
-
-    def rows(self, x: Any) -> Int32:
-        """Rows of the table, int32 ``(n,)``."""
-        return self._ledger.rows_of(x).astype(np.int32)
-
-    def committed(self, x: Any) -> Int64:
-        """C, tokens, int64 ``(n,)``."""
-        return self._ledger.committed.take(self._ledger.rows_of(x))
-
-    def allocated(self, x: Any) -> Int64:
-        """A, tokens, int64 ``(n,)``."""
-        return self._ledger.allocated.take(self._ledger.rows_of(x))
-
-    def decode_index(self, x: Any) -> Int64:
-        """Decode steps taken, int64 ``(n,)``."""
-        return self._ledger.decode_steps.take(self._ledger.rows_of(x))
-
-    def pages(self, handle: Any, start: int = 0, stop: int | None = None) -> Int32:
-        """Page ids of the tokens ``[start, stop)`` of one request, int32, from the ledger.
-
-        Args:
-            handle: the request.
-            start: first token, on a page edge.
-            stop: one past the last token, at most A; C if None.
-
-        Raises:
-            ValueError: off a page edge, or outside the extent.
-        """
-        rows = self._ledger.rows_of(handle)
-        if rows.size != 1:
-            raise ValueError(f"pages() takes one handle, got {rows.size}: call it for each")
-        row, size = int(rows[0]), self.page_size
-        held = int(self._ledger.allocated[row])
-        last = int(self._ledger.committed[row]) if stop is None else whole_number(stop, "stop")
-        first = whole_number(start, "start")
-        if first % size:
-            raise ValueError(f"start={first} is inside a page of {size}: begin on a page edge")
-        if not first <= last <= held:
-            raise ValueError(
-                f"tokens [{first}, {last}) are not in the extent of {held} tokens of row {row}"
-            )
-        return self._ledger.pages[row, first // size : -(-last // size)].copy()
-
-    @_verb
-    def slots(self, x: Any, start: Any, stop: Any, out: Any = None) -> Any:
-        """The slots of positions ``[start, stop)`` of each request, flat, in order.
-
-        Args:
-            x: a batch, handles or a handle.
-            start: first position, an int or one per request.
-            stop: one past the last position, at most A.
-            out: int32 or int64 array on the device, of exactly the right size.
-
-        Returns:
-            ``out``, or a new int32 array.
-        """
-        rows = self._ledger.rows_of(x)
-        first = np.broadcast_to(counts(start, rows.size, "start"), rows.shape)
-        last = np.broadcast_to(counts(stop, rows.size, "stop"), rows.shape)
-        bad = ((last < first) | (last > self._ledger.allocated.take(rows))).nonzero()[0]
-        if bad.size:
-            at = bad[0]
-            row = int(rows[at])
-            raise ValueError(
-                f"positions [{first[at]}, {last[at]}) are not in the extent of "
-                f"{self._ledger.allocated[row]} tokens of row {row}"
-            )
-        if out is not None:
-            size = int((last - first).sum())
-            target = self._core.device.checked_out(out, size)
-            self._core.device.write(None, None, Gather(rows, first, last, size, target), None)
-            return out
-        return self._core.device.gather(rows, first, last)
 
     # -- opening ---------------------------------------------------------------------------
 
-    @_verb
+    @counted
     def open(self, count: int = 1, namespace: Any = None) -> Int64:
         """Take rows for ``count`` new requests; their handles, int64 ``(count,)``.
 
@@ -272,7 +131,7 @@ class KVAllocator:
             return _NO_ROWS.copy()
         return self._ledger.open(number, name)
 
-    @_verb
+    @counted
     def open_with_prefix(self, matches: Match | Sequence[Match]) -> Int64:
         """Rows whose first pages are those of ``matches``; their handles, int64.
 
@@ -293,7 +152,6 @@ class KVAllocator:
 
     # -- growing ---------------------------------------------------------------------------
 
-    @_verb
     def extend(self, x: Any, lengths: Any, out: Any = None, after: Any = None) -> Plan:
         """Prefill, or the next chunk: grow until A covers ``lengths``, then C = lengths.
 
@@ -310,23 +168,37 @@ class KVAllocator:
             ValueError: a length below C (that is `trim`).
             OutOfPages, RowTooNarrow: it does not fit.
         """
-        rows = self._ledger.rows_of(x)
-        start = self._ledger.committed.take(rows)
-        stop = self._extend_stop(rows, start, lengths)
-        return self._do(rows, start, stop, out, after, settling=rows)
+        try:
+            rows, start, cur = self._ledger.holding(x)
+            stop = self._extend_stop(rows, start, lengths)
+            self._core.settle()
+            plan = Plan(self._ledger, rows, start, cur, stop, settling=rows)
+            growing.apply(self._core, plan, out, after)
+        except AllocError as refusal:
+            self._count(refusal)
+            raise
+        if type(x) is Batch:
+            x.moved(stop, plan.nxt)
+        return plan
 
-    @_verb
     def decode(self, x: Any, tokens: Any = 1, out: Any = None, after: Any = None) -> Plan:
         """Plain decode: grow until A covers C + ``tokens``, then C += tokens.
 
         Args, returns, raises: as `extend`; ``tokens`` an int or one per request.
         """
-        rows = self._ledger.rows_of(x)
-        start = self._ledger.committed.take(rows)
-        stop = start + np.asarray(counts(tokens, rows.size, "tokens"))
-        return self._do(rows, start, stop, out, after, settling=rows, decoding=rows)
+        try:
+            rows, start, cur = self._ledger.holding(x)
+            stop = start + _operand(tokens, rows.size, "tokens")
+            self._core.settle()
+            plan = Plan(self._ledger, rows, start, cur, stop, settling=rows, decoding=rows)
+            growing.apply(self._core, plan, out, after)
+        except AllocError as refusal:
+            self._count(refusal)
+            raise
+        if type(x) is Batch:
+            x.moved(stop, plan.nxt)
+        return plan
 
-    @_verb
     def reserve(
         self, x: Any, reserve: Any, out: Any = None, after: Any = None, rounding: str = "auto"
     ) -> Plan:
@@ -337,8 +209,9 @@ class KVAllocator:
             reserve: tokens past C, an int or one per request; it may change every step.
             out: int32 or int64 array that receives the slots of ``[C, C + reserve)``, flat.
             after: a CUDA event that the write waits for.
-            rounding: where watermarks are rounded, ``"host"``, ``"device"`` or ``"auto"``;
-                on a CPU these are one and the same.
+            rounding: where watermarks are rounded: ``"host"``, ``"device"`` (where a bound
+                proves at once that the step fits) or ``"auto"``, by the size of the batch. On a
+                CPU these are one and the same. The host counts in any case.
 
         Returns:
             The applied plan.
@@ -346,22 +219,23 @@ class KVAllocator:
         Raises:
             OutOfPages, RowTooNarrow: it does not fit.
         """
-        if rounding not in ("auto", "host", "device"):
-            raise ValueError(f"rounding must be 'auto', 'host' or 'device', got {rounding!r}")
-        rows = self._ledger.rows_of(x)
-        start = self._ledger.committed.take(rows)
-        # asarray: NumPy adds a zero-dimensional array in half the time of a Python int.
-        tokens = counts(reserve, rows.size, "reserve")
-        stop = start + np.asarray(tokens)
-        if rounding == "host" or out is not None or rows.size < self._rounds_from[rounding]:
-            return self._do(rows, start, stop, out, after)
-        self._core.settle()
-        writer = growing.round_on_device(self._core, rows, start, tokens, after)
-        plan = Plan(self._ledger, rows, start, stop)
-        growing.apply(self._core, plan, None, None if writer else after, writer)
+        try:
+            rows, start, cur = self._ledger.holding(x)
+            tokens = _operand(reserve, rows.size, "reserve")
+            self._core.settle()
+            writer = None
+            if rows.size >= self._rounds_from(rounding) and out is None:
+                writer = growing.round_on_device(self._core, rows, start, cur, tokens, after)
+            plan = Plan(self._ledger, rows, start, cur, start + tokens)
+            growing.apply(self._core, plan, out, after, writer)
+        except AllocError as refusal:
+            self._count(refusal)
+            raise
+        if type(x) is Batch:
+            x.moved(start, plan.nxt)
         return plan
 
-    @_verb
+    @counted
     def plan(
         self,
         extend: tuple[Any, Any] | None = None,
@@ -397,7 +271,7 @@ class KVAllocator:
         plan.fits = plan.num_new_pages <= self.available(counting_cache=True)
         return plan
 
-    @_verb
+    @counted
     def apply(self, plan: Plan, out: Any = None, after: Any = None) -> Plan:
         """Do what ``plan`` says.
 
@@ -415,22 +289,25 @@ class KVAllocator:
         growing.apply(self._core, plan, out, after)
         return plan
 
-    @_verb
     def commit(self, x: Any, accepted: Any) -> None:
         """C += ``accepted`` (an int or one per request, 0 allowed).
 
         Raises:
             CommitPastExtent: C would pass A.
         """
-        rows = self._ledger.rows_of(x)
-        tokens = counts(accepted, rows.size, "accepted")
-        self._core.settle()
-        if np.count_nonzero(tokens) and rows.size:
-            self._ledger.commit(rows, tokens)
+        try:
+            rows = self._ledger.rows_of(x)
+            tokens = _operand(accepted, rows.size, "accepted")
+            self._core.settle()
+            if rows.size and np.count_nonzero(tokens):
+                self._ledger.commit(x, tokens)
+        except AllocError as refusal:
+            self._count(refusal)
+            raise
 
     # -- giving back -----------------------------------------------------------------------
 
-    @_verb
+    @counted
     def trim(self, x: Any, lengths: Any, after: Any = None) -> None:
         """Park, or resume at a shorter prefix: C = min(C, lengths), pages past it go back.
 
@@ -445,7 +322,7 @@ class KVAllocator:
         rows = self._ledger.rows_of(x)
         returning.trim(self._core, rows, counts(lengths, rows.size, "lengths"), after)
 
-    @_verb
+    @counted
     def release(self, x: Any, *, tokens: Any = None, after: Any = None) -> None:
         """Everything goes back: pages and row.
 
@@ -466,10 +343,25 @@ class KVAllocator:
             prepared = prefix.prepare(rows, known) if prefix is not None else []
         returning.release(self._core, rows, prepared, after)
 
-    @_verb
+    @counted
     def settle(self) -> None:
         """Take in what waits behind events that are done; waits for none."""
         self._core.settle()
+
+    def captured(self, max_pages: int) -> CapturedUpdate:
+        """An update to put into a CUDA graph of one's own.
+
+        ``update.launch(stream)`` puts its kernel on a capturing stream; ``update.stage(plan)``
+        applies a plan on the host, and the next replay of the graph writes it.
+
+        Args:
+            max_pages: most new pages of one staged plan.
+
+        Raises:
+            ValueError: the table is not on a GPU.
+        """
+        most = whole_number(max_pages, "max_pages", 1, _MAX_SLOT)
+        return self._core.device.captured(self._apply_through, most)  # type: ignore[no-any-return]
 
     def warm(self, max_pages: int | None = None) -> None:
         """Compile, allocate and touch all that a steady step uses, so that no later one pays.
@@ -485,126 +377,13 @@ class KVAllocator:
 
     # -- asking ----------------------------------------------------------------------------
 
-    def available(self, group: str = "full", counting_cache: bool = False) -> int:
-        """Pages that could be handed out now.
-
-        Args:
-            group: name of the group.
-            counting_cache: count the pages of the prefix cache that could be evicted, too.
-        """
-        if group != "full":
-            raise ValueError(f"there is no group {group!r}: this allocator has 'full'")
-        return self._core.pool.free + (self._core.evictable if counting_cache else 0)
-
-    def fits(
-        self, plan_or_lengths: Any, after_releasing: Any = (), counting_cache: bool = True
-    ) -> bool:
-        """Whether it would go through, also in a world where some requests were released.
-
-        Args:
-            plan_or_lengths: a `Plan`, or the tokens of new requests (an int or a sequence):
-                rows, row width and pages count.
-            after_releasing: requests taken to be released first; if they are part of the
-                plan, they leave it.
-            counting_cache: whether cached pages may be evicted for it.
-
-        Raises:
-            StalePlan: the ledger changed since the plan was made.
-        """
-        leaving = self._ledger.rows_of(after_releasing)
-        room = self.available(counting_cache=counting_cache)
-        if leaving.size:
-            room += int((self._ledger.page_counts(leaving) - self._ledger.shared[leaving]).sum())
-            if counting_cache and self._core.prefix is not None:
-                room += self._core.prefix.unlocked_by(leaving)
-        if isinstance(plan_or_lengths, Plan):
-            self._check_plan(plan_or_lengths)
-            return plan_or_lengths.need_without(leaving) <= room
-        lengths = int64_array(plan_or_lengths, "lengths")
-        counts(lengths, lengths.size, "lengths")
-        if lengths.size > self._ledger.free_rows + leaving.size:
-            return False
-        pages = -(-lengths // self.page_size)
-        return not pages.size or (
-            int(pages.max()) <= self._ledger.row_pages and int(pages.sum()) <= room
-        )
-
-    def stats(self) -> Stats:
-        """A frozen snapshot of absolute numbers, in time that grows with open rows alone."""
-        pool, ledger, tree = self._core.pool, self._ledger, self._core.tree
-        cached = tree.cached if tree is not None else 0
-        group = GroupStats(
-            total=pool.num_pages,
-            free=pool.free,
-            quarantined=pool.waiting,
-            cached=cached,
-            locked=cached - tree.evictable if tree is not None else 0,
-            pinned=0,
-            owned=pool.num_pages - pool.free - pool.waiting - cached,
-            high_water=pool.high_water,
-            evicted=tree.evicted if tree is not None else 0,
-        )
-        rows = RowStats(
-            ledger.max_requests, ledger.open_rows, ledger.free_rows, ledger.waiting_rows
-        )
-        live = ledger.live()
-        return Stats(
-            {"full": group},
-            rows,
-            dict(self._refusals),
-            committed=int(ledger.committed.take(live).sum()),
-            allocated=int(ledger.allocated.take(live).sum()),
-            staging=StagingStats(*self._core.device.staging),
-        )
-
-    def runs(self, x: Any = None) -> Runs:
-        """How contiguous the page ids of ``x`` (all open requests if None) are."""
-        rows = self._ledger.live() if x is None else self._ledger.rows_of(x)
-        return page_runs(self._ledger, rows)
-
-    def owners(self) -> Int64:
-        """Who has each page, int64 ``(num_pages + 1,)``, a copy; entry 0 is the padding page.
-
-        A positive number is the row of the one request that owns the page. 0 is free, -1 in
-        the prefix cache, -2 in quarantine, -3 in the prefix cache and held by a request or an
-        event.
-        """
-        owners = self._core.pool.holder.copy()
-        if self._core.tree is not None:
-            for node in self._core.tree.nodes():
-                if node.locks:
-                    owners[node.pages] = LOCKED
-        return owners
-
-    def check(self, device: bool = False) -> None:
-        """Prove the row law and the partition law, in time linear in pages.
-
-        Args:
-            device: compare the device table, too (this reads it back).
-
-        Raises:
-            LawViolation: naming the page and both owners, or the entry.
-        """
-        core = self._core
-        laws.check_rows(core.ledger)
-        if core.tree is not None and core.prefix is not None:
-            laws.check_shared(core.ledger, core.tree, core.prefix.holds)
-        laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine)
-        laws.check_row_ids(core.ledger, core.quarantine)
-        if device:
-            laws.check_table(core.ledger, core.device)
-
     # -- inside ----------------------------------------------------------------------------
 
-    def _check_plan(self, plan: Any) -> None:
-        if not isinstance(plan, Plan):
-            raise TypeError(f"apply takes a plan of plan(), got {plan!r}")
-        if plan.ledger is not self._ledger:
-            raise ValueError("this plan belongs to another allocator: plan with this one")
-        if plan.version != self._ledger.version:
-            raise StalePlan(
-                "a call changed the ledger after this plan was made (or applied it): plan again"
-            )
+    def _apply_through(self, plan: Plan, writer: Writer) -> None:
+        """`apply`, with the table written by ``writer``."""
+        self._check_plan(plan)
+        self._core.settle()
+        growing.apply(self._core, plan, None, None, writer)
 
     def _extend_stop(self, rows: Int64, start: Int64, lengths: Any) -> Int64:
         stop = counts(lengths, rows.size, "lengths")
@@ -619,17 +398,15 @@ class KVAllocator:
             )
         return stop
 
-    def _do(
-        self,
-        rows: Int64,
-        start: Int64,
-        stop: Int64,
-        out: Any,
-        after: Any,
-        settling: Int64 | None = None,
-        decoding: Int64 | None = None,
-    ) -> Plan:
-        self._core.settle()
-        plan = Plan(self._ledger, rows, start, stop, settling, decoding)
-        growing.apply(self._core, plan, out, after)
-        return plan
+    def _rounds_from(self, rounding: str) -> int:
+        """Requests from which a reserve is rounded on the device."""
+        if rounding == "auto":
+            return self._core.device.rounds_from
+        if rounding not in ("host", "device"):
+            raise ValueError(f"rounding must be 'auto', 'host' or 'device', got {rounding!r}")
+        return _NEVER if rounding == "host" else 1
+
+
+def _operand(value: Any, n: int, name: str) -> Int64:
+    """`counts`, as an array: NumPy adds one without dimensions in half the time of an int."""
+    return np.asarray(counts(value, n, name))

@@ -70,7 +70,7 @@ class Written:
 
 
 def round_on_device(
-    core: Core, rows: Int64, start: Int64, reserve: int | Int64, after: Any
+    core: Core, rows: Int64, start: Int64, cur: Int64, reserve: Int64, after: Any
 ) -> Written | None:
     """Let the device round a reserve before the host counts it, if a bound proves that it fits.
 
@@ -78,7 +78,8 @@ def round_on_device(
         core: the allocator's parts.
         rows: int64 ``(n,)``.
         start: C, int64 ``(n,)``.
-        reserve: tokens past C, an int or int64 ``(n,)``.
+        cur: A, int64 ``(n,)``.
+        reserve: tokens past C, int64, one for all or ``(n,)``.
         after: an event that the write waits for, or None.
 
     Returns:
@@ -86,15 +87,14 @@ def round_on_device(
     """
     device, pool, ledger = core.device, core.pool, core.ledger
     n = rows.size
-    most = reserve if isinstance(reserve, int) else int(reserve[reserve.argmax()])
+    most = int(reserve.max())
     if most > ledger.row_width:
         return None
     bound = n * (-(-most // ledger.page_size) + 1)
     reach = -(-(int(start[start.argmax()]) + most) // ledger.page_size)
     if bound > pool.free or reach > ledger.row_pages:
         return None
-    allocated = ledger.allocated.take(rows)
-    ready = device.write_watermarks(rows, start, allocated, reserve, pool.head(bound), after)
+    ready = device.write_watermarks(rows, start, cur, reserve, pool.head(bound), after)
     return None if ready is None else Written(ready)
 
 

@@ -142,6 +142,13 @@ class Ledger:
             raise OutOfRows(count, self.free_rows)
         return self._row_stack[self.free_rows - count : self.free_rows][::-1].copy()
 
+    def holding(self, x: Any) -> tuple[Int64, Int64, Int64]:
+        """Rows, C and A of what ``x`` names, int64 ``(n,)`` each. Raises as `rows_of`."""
+        if type(x) is Batch:
+            return x.holding(self)
+        rows = self.rows_of(x)
+        return rows, self.committed.take(rows), self.allocated.take(rows)
+
     def page_list(self, row: int) -> Int32:
         """The page ids that ``row`` holds, in order; a view, int32."""
         return self.pages[row, : self.allocated[row] // self.page_size]
@@ -213,23 +220,24 @@ class Ledger:
         self.committed[rows] = lengths
         self.version += rows.size > 0
 
-    def commit(self, rows: Int64, accepted: int | Int64) -> None:
-        """C += ``accepted``.
+    def commit(self, x: Any, accepted: Int64) -> None:
+        """C += ``accepted`` (one for all, or one each) for the requests that ``x`` names.
 
         Raises:
             CommitPastExtent: it would pass A.
         """
-        after = self.committed.take(rows)
-        after += accepted
-        over = (after > self.allocated.take(rows)).nonzero()[0]
+        rows, committed, allocated = self.holding(x)
+        after = committed + accepted
+        over = (after > allocated).nonzero()[0]
         if over.size:
             at = int(over[0])
-            row = int(rows[at])
             raise CommitPastExtent(
-                f"row {row} would be committed to {int(after[at])} tokens, but "
-                f"{int(self.allocated[row])} are allocated: reserve or extend first"
+                f"row {rows[at]} would be committed to {after[at]} tokens, but "
+                f"{allocated[at]} are allocated: reserve or extend first"
             )
         self.settle_at(rows, after)
+        if type(x) is Batch:
+            x.moved(after, allocated)
 
     def step(self, rows: Int64) -> None:
         """Count one decode step for each of ``rows``."""
@@ -279,20 +287,24 @@ class Ledger:
 class Batch:
     """Requests that are named again and again: rows are looked up once.
 
-    Checked again only after some request went away. Verbs take a batch or plain handles.
+    Checked again only after some request went away. Verbs take a batch or plain handles; with
+    a batch they find C and A of its requests side by side, as long as nobody else changes the
+    ledger in between.
 
     Attributes:
         handles: int64 ``(n,)``.
         rows: int64 ``(n,)``.
     """
 
-    __slots__ = ("_epoch", "_ledger", "handles", "rows")
+    __slots__ = ("_allocated", "_committed", "_epoch", "_ledger", "_version", "handles", "rows")
 
     def __init__(self, ledger: Ledger, handles: Any) -> None:
         self.handles: Int64 = int64_array(handles, "handles").copy()
         self.rows: Int64 = ledger.rows_of(self.handles)
         self._ledger = ledger
         self._epoch = ledger.epoch
+        self._version = -1
+        self._committed = self._allocated = self.rows
 
     def __len__(self) -> int:
         return self.rows.size
@@ -313,6 +325,22 @@ class Batch:
             ledger.rows_of(self.handles)
             self._epoch = ledger.epoch
         return self.rows
+
+    def holding(self, ledger: Ledger) -> tuple[Int64, Int64, Int64]:
+        """Rows, C and A, int64 ``(n,)`` each, to be read alone. Raises as `rows_in`."""
+        if self._version != ledger.version or self._ledger is not ledger:
+            rows = self.rows_in(ledger)
+            self.moved(ledger.committed.take(rows), ledger.allocated.take(rows))
+        return self.rows, self._committed, self._allocated
+
+    def moved(self, committed: Int64, allocated: Int64) -> None:
+        """C and A after a change of this batch alone, which the ledger has just recorded."""
+        # Plans show these arrays, too.
+        committed.flags.writeable = False
+        allocated.flags.writeable = False
+        self._committed = committed
+        self._allocated = allocated
+        self._version = self._ledger.version
 
 
 def names_one(x: Any) -> bool:

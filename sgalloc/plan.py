@@ -102,6 +102,7 @@ class Plan:
         ledger: Ledger,
         rows: Int64,
         start: Int64,
+        cur: Int64,
         stop: Int64,
         settling: Int64 | None = None,
         decoding: Int64 | None = None,
@@ -112,6 +113,7 @@ class Plan:
             ledger: what the requests hold now.
             rows: int64 ``(n,)``.
             start: C now, int64 ``(n,)``.
+            cur: A now, int64 ``(n,)``.
             stop: tokens to cover, int64 ``(n,)``.
             settling: the rows whose C becomes their ``stop`` when the plan is applied: the
                 first so many of ``rows``.
@@ -129,7 +131,7 @@ class Plan:
         self.version = ledger.version
         self.fits = True
         self.ready: Any = None
-        cur = self.cur = ledger.allocated.take(rows)
+        self.cur = cur
         at = self.growing = (stop > cur).nonzero()[0]
         if not at.size:
             self.nxt = cur
@@ -208,6 +210,7 @@ def mixed_plan(
         ledger,
         rows,
         ledger.committed.take(rows),
+        ledger.allocated.take(rows),
         stop,
         settling=rows[:settling] if settling else None,
         decoding=decode[0] if decode is not None else None,

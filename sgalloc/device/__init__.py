@@ -59,7 +59,7 @@ class Device(Writer, Protocol):
         rows: Int64,
         committed: Int64,
         allocated: Int64,
-        reserve: int | Int64,
+        reserve: Int64,
         ids: Int32,
         after: Any,
     ) -> Any:
@@ -80,6 +80,9 @@ class Device(Writer, Protocol):
         Returns:
             An event that is done when they are written.
         """
+
+    def captured(self, apply: Any, max_pages: int) -> Any:
+        """An update to put into a graph of the caller's."""
 
     def checked_out(self, out: Any, size: int) -> Any:
         """``out`` as this device's array, if it has exactly ``size`` entries of int32 or int64."""

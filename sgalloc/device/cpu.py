@@ -136,6 +136,14 @@ class CpuDevice:
         into.last_page_len[:n] = np.where(count > 0, lengths - (count - 1) * self._page_size, 0)
         return DONE
 
+    def captured(self, apply: Any, max_pages: int) -> Any:
+        """Graphs are for a GPU.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("captured() puts an update into a CUDA graph, and the CPU has none")
+
     def read_rows(self, rows: Int64) -> Int32:
         """A copy of whole rows."""
         return self._table[rows]

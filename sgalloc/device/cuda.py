@@ -9,9 +9,19 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from sgalloc.device import staging
+from sgalloc.device.captured import CapturedUpdate
 from sgalloc.device.exported import Exported
 from sgalloc.device.kernels import THREADS, TILE_REQUESTS, Geometry, kernel
+from sgalloc.device.layout import (
+    SMALL_BYTES,
+    SMALL_GATHERED,
+    SMALL_PAGES,
+    fill,
+    fill_pages,
+    fill_small,
+    lay_out_small,
+    uniform_length,
+)
 from sgalloc.device.order import StreamOrder
 from sgalloc.device.ready import DONE, Done
 from sgalloc.device.staging import HEADER_BYTES, Ring, Slot, Spare
@@ -22,11 +32,8 @@ from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Segments
 
 _HOST_TO_DEVICE = 1
-_NEVER = np.int32(2**31 - 1)
 # Measured on an H200: below this a kernel reads mapped memory sooner than a copy arrives.
 MAPPED_BYTES = 16384
-_SMALL_PAGES = 1024
-_SMALL_GATHERED = 1024
 _SMALL_SLOTS, _SMALL_CAP = 16, 256
 _LARGE_SLOTS, _LARGE_CAP = 2, 8
 _SPARE_SLOTS = 8
@@ -63,16 +70,16 @@ class CudaDevice:
         self._max_requests = max_requests
         self._page_size = page_size
         self._row_width = row_width
-        self._row_pages = row_width // page_size
+        self.row_pages = row_width // page_size
         with cupy.cuda.Device(index) as device:
             rows = max_requests + 1
             self._table = cupy.zeros((rows, row_width), cupy.int32)
             self._page_table = (
-                cupy.zeros((rows, self._row_pages), cupy.int32) if page_table else None
+                cupy.zeros((rows, self.row_pages), cupy.int32) if page_table else None
             )
             pages = self._page_table.data.ptr if self._page_table is not None else 0
             sms = device.attributes["MultiProcessorCount"]
-            self._geometry = Geometry(self._table.data.ptr, pages, row_width, page_size, sms)
+            self.geometry = Geometry(self._table.data.ptr, pages, row_width, page_size, sms)
             self._order = StreamOrder(index, stream, reader)
             runtime.deviceSynchronize()
         mapped = os.environ.get("SGALLOC_MAPPED_BYTES")
@@ -143,19 +150,12 @@ class CudaDevice:
 
     def _make_small(self, captured: bool) -> Slot:
         """A slot that the kernel reads in place, with a graph of its own if ``captured``."""
-        slot = Slot(HEADER_BYTES + 12 * _SMALL_PAGES + 16 * _SMALL_GATHERED, copied=False)
-        words = slot.words
-        words[staging.PLACES_AT] = HEADER_BYTES
-        words[staging.IDS_AT] = HEADER_BYTES + 8 * _SMALL_PAGES
-        first = HEADER_BYTES + 12 * _SMALL_PAGES
-        for n, place in enumerate(
-            (staging.ROW_AT, staging.START_AT, staging.FIRST_NEW_AT, staging.NEW_AT_AT)
-        ):
-            words[place] = first + 4 * n * _SMALL_GATHERED
+        slot = Slot(SMALL_BYTES, copied=False)
+        lay_out_small(slot)
         if captured:
             stream = new_stream()
             stream.begin_capture(_RELAXED)
-            self._launch_step(slot.ptr, _SMALL_PAGES, _SMALL_GATHERED, stream.ptr)
+            self._launch_step(slot.ptr, SMALL_PAGES, SMALL_GATHERED, stream.ptr)
             slot.graph = stream.end_capture()
             self.launches -= 1
         return slot
@@ -168,12 +168,14 @@ class CudaDevice:
         """One launch: pages into the table, then the gather. See `Device.write`."""
         if gather is not None and not gather.size:
             gather = None
-        if pages is None and gather is None:
-            if after is not None:
-                with _Current(self.index):
+        before = runtime.getDevice()
+        if before != self.index:
+            runtime.setDevice(self.index)
+        try:
+            if pages is None and gather is None:
+                if after is not None:
                     self._order.wait(after)
-            return self._last or DONE
-        with _Current(self.index):
+                return self._last or DONE
             stream, capturing = self._order.enter(after)
             if self._small is None:
                 if capturing:
@@ -186,7 +188,10 @@ class CudaDevice:
             if not capturing:
                 self._last = ready
                 self._order.leave(stream, slot.event)
-        return ready
+            return ready
+        finally:
+            if before != self.index:
+                runtime.setDevice(before)
 
     def _stage(
         self,
@@ -199,121 +204,58 @@ class CudaDevice:
         """Lay the step out in a slot and launch it."""
         assert self._small is not None and self._large is not None and self._spare is not None
         total = 0 if pages is None else pages.total
-        asked = 0 if gather is None else gather.rows.size
-        uniform = 0 if gather is None else _uniform(gather)
-        small = (
-            total <= _SMALL_PAGES
-            and asked <= _SMALL_GATHERED
-            and (gather is None or uniform > 0)
+        asked = slots = uniform = 0
+        if gather is not None:
+            asked, slots, uniform = gather.rows.size, gather.size, uniform_length(gather)
+        if (
+            total <= SMALL_PAGES
             and 12 * total + 16 * asked <= self._mapped_bytes
-        )
-        if small:
+            and (gather is None or (uniform and asked <= SMALL_GATHERED))
+        ):
             slot = self._spare.take(0) if capturing else self._small.take()
-            self._fill_small(slot, pages, ids, gather, uniform)
+            if gather is not None:
+                fill_small(slot, pages, ids, gather, uniform)
+            elif pages is not None and ids is not None:
+                fill_pages(slot, pages, ids)
             if slot.graph is not None and not capturing:
                 runtime.graphLaunch(slot.graph.graphExec, stream)
                 self.launches += 1
             else:
-                self._launch_step(slot.ptr, total, 0 if gather is None else gather.size, stream)
+                self._launch_step(slot.ptr, total, slots, stream)
             return slot
-        size = HEADER_BYTES + 12 * (0 if pages is None else pages.rows.size) + 4 * total
-        size += 20 * asked + 64
+        runs = 0 if pages is None else pages.rows.size
+        size = HEADER_BYTES + 12 * runs + 4 * total + 20 * asked + 64
         if capturing:
             slot = self._spare.take(size)
-            self.fill(slot, pages, ids, gather, uniform)
-            source = slot.ptr
-        else:
-            if size > self._large_bytes:
-                self._grow_large(size)
-            slot = self._large.take()
-            used = self.fill(slot, pages, ids, gather, uniform)
-            source = slot.target
-            runtime.memcpyAsync(source, slot.ptr, used, _HOST_TO_DEVICE, stream)
-            self.copies += 1
-        self._launch_step(source, total, 0 if gather is None else gather.size, stream)
+            fill(slot, pages, ids, gather, uniform, self.row_pages)
+            self._launch_step(slot.ptr, total, slots, stream)
+            return slot
+        if size > self._large_bytes:
+            self._grow_large(size)
+        slot = self._large.take()
+        used = fill(slot, pages, ids, gather, uniform, self.row_pages)
+        runtime.memcpyAsync(slot.target, slot.ptr, used, _HOST_TO_DEVICE, stream)
+        self.copies += 1
+        self._launch_step(slot.target, total, slots, stream)
         return slot
 
-    def _fill_small(
-        self,
-        slot: Slot,
-        pages: Segments | None,
-        ids: Int32 | None,
-        gather: Gather | None,
-        uniform: int,
-    ) -> None:
-        words = slot.words
-        total = 0
-        if pages is not None and ids is not None:
-            total = pages.total
-            slot.longs[HEADER_BYTES // 8 : HEADER_BYTES // 8 + total] = pages.where
-            at = HEADER_BYTES // 4 + 2 * _SMALL_PAGES
-            slot.ints[at : at + total] = ids
-        words[staging.PAGES] = total
-        words[staging.TOTAL] = 0 if gather is None else gather.size
-        if gather is not None:
-            _describe(slot, gather, uniform)
-            first, step = HEADER_BYTES // 4 + 3 * _SMALL_PAGES, _SMALL_GATHERED
-            n = gather.rows.size
-            slot.ints[first : first + n] = gather.rows
-            slot.ints[first + step : first + step + n] = gather.start
-            fresh = slot.ints[first + 2 * step : first + 2 * step + n]
-            place = slot.ints[first + 3 * step : first + 3 * step + n]
-            _new_pages(gather, pages, fresh, place)
-
-    def fill(
-        self,
-        slot: Slot,
-        pages: Segments | None,
-        ids: Int32 | None,
-        gather: Gather | None,
-        uniform: int,
-    ) -> int:
-        """Lay a step out without gaps; the bytes used."""
-        words = slot.words
-        cursor = HEADER_BYTES
-        words[:16] = 0
-        if pages is not None and ids is not None:
-            words[staging.PAGES] = pages.total
-            words[staging.PLACES_AT] = cursor
-            n = pages.rows.size
-            if pages.total == n:
-                slot.longs[cursor // 8 : cursor // 8 + n] = pages.where
-                cursor += 8 * n
-            else:
-                offsets = pages.count.cumsum() - pages.count
-                slot.longs[cursor // 8 : cursor // 8 + n] = (
-                    pages.rows * self._row_pages + pages.first - offsets
-                )
-                cursor += 8 * n
-                words[staging.RUNS] = n
-                cursor = _put(slot, staging.OFFSETS_AT, cursor, offsets)
-            cursor = _put(slot, staging.IDS_AT, cursor, ids)
-        if gather is not None:
-            _describe(slot, gather, uniform)
-            words[staging.TOTAL] = gather.size
-            n = gather.rows.size
-            cursor = _put(slot, staging.ROW_AT, cursor, gather.rows)
-            cursor = _put(slot, staging.START_AT, cursor, gather.start)
-            if not uniform:
-                lengths = gather.stop - gather.start
-                cursor = _put(slot, staging.OFFSET_AT, cursor, lengths.cumsum() - lengths)
-            words[staging.FIRST_NEW_AT], words[staging.NEW_AT_AT] = cursor, cursor + 4 * n
-            fresh = slot.ints[cursor // 4 : cursor // 4 + n]
-            place = slot.ints[cursor // 4 + n : cursor // 4 + 2 * n]
-            _new_pages(gather, pages, fresh, place)
-            cursor += 8 * n
-        return cursor
-
     def _launch_step(self, source: int, pages: int, slots: int, stream: int) -> None:
-        tile = self._geometry.tile_for(pages)
+        tile = self.geometry.tile_for(pages)
         kernel("assign_pages", self.index)(
-            (self._geometry.blocks(pages, tile, slots),),
+            (self.geometry.blocks(pages, tile, slots),),
             (THREADS,),
-            (*self._geometry.arguments, np.int32(tile), source),
+            (*self.geometry.arguments, np.int32(tile), source),
             0,
             Handle(stream),
         )
         self.launches += 1
+
+    def captured(self, apply: Any, max_pages: int) -> CapturedUpdate:
+        """An update to put into a graph of the caller's; ``apply(plan, writer)`` runs a plan."""
+        with cupy.cuda.Device(self.index):
+            if self._small is None:
+                self.warm()
+            return CapturedUpdate(self, apply, max_pages)
 
     # -- gathers -----------------------------------------------------------------------------
 
@@ -359,7 +301,7 @@ class CudaDevice:
         rows: Int64,
         committed: Int64,
         allocated: Int64,
-        reserve: int | Int64,
+        reserve: Int64,
         ids: Int32,
         after: Any,
     ) -> Ready | None:
@@ -367,7 +309,7 @@ class CudaDevice:
 
         Args:
             rows, committed, allocated: int64 ``(n,)``.
-            reserve: tokens past C, an int or int64 ``(n,)``.
+            reserve: tokens past C, int64, one for all or ``(n,)``.
             ids: the head of the free ids, int32; at least as many as the step can need.
             after: a CUDA event that the write waits for, or None.
 
@@ -375,7 +317,7 @@ class CudaDevice:
             As `write`; None where the staging memory is too small for it, or under capture.
         """
         n = rows.size
-        each = not isinstance(reserve, int) and reserve.ndim > 0
+        each = reserve.ndim > 0
         size = HEADER_BYTES + 4 * (n * (4 if each else 3) + ids.size) + 64
         with _Current(self.index):
             if self._small is None:
@@ -408,8 +350,8 @@ class CudaDevice:
                 (tiles,),
                 (THREADS,),
                 (
-                    *self._geometry.arguments,
-                    np.int32(self._geometry.tile),
+                    *self.geometry.arguments,
+                    np.int32(self.geometry.tile),
                     np.int32(n),
                     base + places[0],
                     base + places[1],
@@ -461,7 +403,7 @@ class CudaDevice:
             runtime.memcpyAsync(base, slot.ptr, cursor, _HOST_TO_DEVICE, stream)
             width = into.page_table.shape[1]
             kernel("export_pages", self.index)(
-                (min(max(1, -(-max(n * width, n + 1) // THREADS)), 8 * self._geometry.sms),),
+                (min(max(1, -(-max(n * width, n + 1) // THREADS)), 8 * self.geometry.sms),),
                 (THREADS,),
                 (
                     self._table.data.ptr,
@@ -537,33 +479,3 @@ class _Current:
     def __exit__(self, *_: object) -> None:
         if self._before != self._wanted:
             runtime.setDevice(self._before)
-
-
-def _uniform(gather: Gather) -> int:
-    """Slots of each request where all ask for as many, else 0."""
-    lengths = gather.stop - gather.start
-    each = int(lengths[0])
-    return each if each * lengths.size == gather.size and (lengths == each).all() else 0
-
-
-def _describe(slot: Slot, gather: Gather, uniform: int) -> None:
-    words = slot.words
-    words[staging.REQUESTS] = gather.rows.size
-    words[staging.UNIFORM] = uniform
-    words[staging.WIDE] = gather.out.wide
-    slot.longs[staging.OUT_LOW // 2] = gather.out.ptr
-
-
-def _put(slot: Slot, word: int, cursor: int, column: Any) -> int:
-    """Append an int32 column, note its place in the header, and return where the next begins."""
-    slot.words[word] = cursor
-    slot.ints[cursor // 4 : cursor // 4 + column.size] = column
-    return cursor + 4 * int(column.size)
-
-
-def _new_pages(gather: Gather, pages: Segments | None, fresh: Int32, place: Int32) -> None:
-    """For each request of the gather, its first page of this launch and where its id stands."""
-    fresh[:] = _NEVER
-    if pages is not None and gather.growing is not None:
-        fresh[gather.growing] = pages.first
-        place[gather.growing] = pages.count.cumsum() - pages.count

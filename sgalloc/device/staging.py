@@ -20,6 +20,7 @@ from sgalloc.errors import WrongState
 
 _PORTABLE_MAPPED = 3
 HEADER_BYTES = 128
+_ASKED_TOGETHER = 7
 # Places of the header's int32 words, as `struct Step` in assign_pages.cu has them.
 PAGES, RUNS, REQUESTS, TOTAL, UNIFORM, WIDE = range(6)
 OUT_LOW = 6
@@ -34,48 +35,50 @@ def pinned(size: int) -> tuple[Any, NDArray[np.uint8]]:
     return memory, np.ctypeslib.as_array(buffer)
 
 
-class Slot:
-    """One staging slot.
+class Block:
+    """Pinned memory that holds one step.
 
     Attributes:
         ptr: address, on the host and on the device alike.
         size: bytes.
+        ints, longs: the memory as int32 and as int64.
         words: the header as int32.
+    """
+
+    __slots__ = ("ints", "longs", "ptr", "size", "words")
+
+    def __init__(self, memory: NDArray[np.uint8], ptr: int) -> None:
+        memory[:] = 0
+        self.ptr = ptr
+        self.size = memory.size
+        self.ints: NDArray[np.int32] = memory.view(np.int32)
+        self.longs: NDArray[np.int64] = memory.view(np.int64)
+        self.words = self.ints[: HEADER_BYTES // 4]
+
+
+class Slot(Block):
+    """A block of the ring.
+
+    Attributes:
         event: recorded behind the last use.
         used: whether the event was ever recorded.
-        graph: what launches the kernel on this slot (0: a plain launch does).
+        stream: where the last use was.
+        graph: what launches the kernel on this slot (None: a plain launch does).
         target: address that the kernel reads: a device buffer that the slot is copied to, or
             the slot itself.
     """
 
-    __slots__ = (
-        "_copy",
-        "_keep",
-        "bytes",
-        "event",
-        "graph",
-        "ints",
-        "longs",
-        "ptr",
-        "size",
-        "target",
-        "used",
-        "words",
-    )
+    __slots__ = ("_copy", "_keep", "event", "graph", "stream", "target", "used")
 
     def __init__(self, size: int, copied: bool) -> None:
-        self._keep, self.bytes = pinned(size)
-        self.bytes[:] = 0
-        self.ptr: int = self._keep.ptr
-        self.size = size
-        self.ints: NDArray[np.int32] = self.bytes.view(np.int32)
-        self.longs: NDArray[np.int64] = self.bytes.view(np.int64)
-        self.words = self.ints[: HEADER_BYTES // 4]
+        self._keep, memory = pinned(size)
+        super().__init__(memory, self._keep.ptr)
+        self._copy = cupy.empty(size, cupy.uint8) if copied else None
+        self.target: int = self.ptr if self._copy is None else self._copy.data.ptr
         self.event = new_event()
         self.used = False
+        self.stream = -1
         self.graph: Any = None
-        self._copy = cupy.empty(size, cupy.uint8) if copied else None
-        self.target: int = self._copy.data.ptr if self._copy is not None else self.ptr
 
     def busy(self) -> bool:
         """Whether a use of it is pending."""
@@ -85,6 +88,7 @@ class Slot:
         """Guard the use that was just put on ``stream``."""
         runtime.eventRecord(self.event, stream)
         self.used = True
+        self.stream = stream
 
 
 class Ring:
@@ -101,6 +105,7 @@ class Ring:
         self._slots = [make(True) for _ in range(count)]
         self._cap = cap
         self._next = 0
+        self._idle = 0
         self.retired: Ring | None = None
         self.grows = 0
         self.waits = 0
@@ -112,7 +117,9 @@ class Ring:
         """A slot that nobody reads."""
         at = self._next
         slot = self._slots[at]
-        if slot.busy():
+        if self._idle:
+            self._idle -= 1
+        elif slot.busy():
             # The oldest is busy, so all are, unless they went to other streams.
             if len(self._slots) < self._cap:
                 # Memory is added and never given back: freeing pinned memory waits for the GPU.
@@ -122,8 +129,21 @@ class Ring:
             else:
                 self.waits += 1
                 runtime.eventSynchronize(slot.event)
+        else:
+            self._idle = self._idle_behind(at)
         self._next = (at + 1) % len(self._slots)
         return slot
+
+    def _idle_behind(self, at: int) -> int:
+        """How many slots behind ``at`` are idle, too: one question for several slots.
+
+        On one stream a slot that is done says the same of all that were used before it.
+        """
+        ahead = self._slots[at + 1 : at + 1 + _ASKED_TOGETHER]
+        if not ahead or ahead[-1].busy():
+            return 0
+        stream = ahead[-1].stream
+        return len(ahead) if all(slot.stream == stream or not slot.used for slot in ahead) else 0
 
 
 class Spare:

@@ -659,11 +659,11 @@ def test_samples_and_times_agree_with_the_totals():
 
 def test_the_record_says_what_was_run():
     workload = Workload("two small ones", [req(4), req(5)], 0, [])
-    options = Options(num_pages=9, page_size=PAGE, device="auto")
+    options = Options(num_pages=60, page_size=PAGE, device="auto")
     recording = Engine(workload, options, config={"answer": 42}).run()
     assert recording.config == {"answer": 42}
     assert (recording.workload, recording.device) == ("two small ones", "cpu")
-    assert (recording.num_pages, recording.page_size) == (9, PAGE)
+    assert (recording.num_pages, recording.page_size) == (60, PAGE)
     assert recording.totals.requests == 2
 
 

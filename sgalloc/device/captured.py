@@ -1,0 +1,108 @@
+"""An update that lives in a graph of the caller's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from sgalloc.device.kernels import THREADS, kernel
+from sgalloc.device.layout import fill
+from sgalloc.device.ready import DONE, Done
+from sgalloc.device.staging import HEADER_BYTES, SERIAL, Block, pinned
+from sgalloc.device.streams import Handle, current_stream, stream_pointer
+from sgalloc.errors import WrongState
+from sgalloc.pages import Int32
+from sgalloc.plan import Gather, Plan, Segments
+
+if TYPE_CHECKING:
+    from sgalloc.device.cuda import CudaDevice
+
+# Steps that may be staged before they are replayed.
+RING = 8
+
+
+class CapturedUpdate:
+    """A launch for one's own graph: `stage` says what the next replay writes.
+
+    Each replay applies the oldest step that was staged and not yet replayed; with none it
+    changes nothing. Up to `RING` steps may wait for their replays.
+    """
+
+    def __init__(self, device: CudaDevice, apply: Any, max_pages: int) -> None:
+        self._device = device
+        self._apply = apply
+        self._max_pages = max_pages
+        size = -(-(HEADER_BYTES + 16 * max_pages) // 128) * 128
+        with cupy.cuda.Device(device.index):
+            self._stride = size
+            self._keep, ring = pinned(size * RING)
+            self._blocks = [
+                Block(ring[n * size : (n + 1) * size], self._keep.ptr + n * size)
+                for n in range(RING)
+            ]
+            self._keep_applied, applied = pinned(4)
+            self._applied = applied.view(np.uint32)
+            self._applied[0] = 0
+            self._counters = cupy.zeros(2, cupy.uint32)
+            runtime.deviceSynchronize()
+        self._staged = 0
+
+    def launch(self, stream: Any = None) -> None:
+        """Put the launch on ``stream`` (the current one if None), which is being captured.
+
+        Outside of a capture it applies one staged step at once.
+        """
+        pointer = current_stream(self._device.index) if stream is None else stream_pointer(stream)
+        geometry = self._device.geometry
+        tile = geometry.tile_for(self._max_pages)
+        kernel("replay_pages", self._device.index)(
+            (geometry.blocks(self._max_pages, tile),),
+            (THREADS,),
+            (
+                *geometry.arguments,
+                np.int32(tile),
+                self._keep.ptr,
+                np.int64(self._stride),
+                np.uint32(RING),
+                self._counters.data.ptr,
+                self._keep_applied.ptr,
+            ),
+            0,
+            Handle(pointer),
+        )
+
+    def stage(self, plan: Plan) -> None:
+        """Apply ``plan`` on the host, and leave its write to the next replay.
+
+        Raises:
+            ValueError: the plan needs more pages than ``max_pages``.
+            WrongState: the ring is full: replay first.
+            StalePlan, OutOfPages: as `KVAllocator.apply`.
+        """
+        if plan.num_new_pages > self._max_pages:
+            raise ValueError(
+                f"the plan needs {plan.num_new_pages} pages, but this update was made for "
+                f"{self._max_pages}: make one with a larger max_pages"
+            )
+        waiting = (self._staged - int(self._applied[0])) % (1 << 32)
+        if plan.num_new_pages and waiting >= RING:
+            raise WrongState(
+                f"{waiting} staged steps wait for their replay, the most there can be: "
+                "replay the graph, and let a replay finish, before the next stage()"
+            )
+        self._apply(plan, self)
+
+    def write(
+        self, pages: Segments | None, ids: Int32 | None, gather: Gather | None, after: Any
+    ) -> Done:
+        """Lay the step out in the ring."""
+        if pages is not None:
+            block = self._blocks[self._staged % RING]
+            fill(block, pages, ids, None, 0, self._device.row_pages)
+            self._staged = (self._staged + 1) % (1 << 32)
+            # Written last: it tells the kernel that the step is whole.
+            block.words[SERIAL] = np.uint32(self._staged).view(np.int32)
+        return DONE

@@ -1,0 +1,147 @@
+"""How a step is laid out in a staging slot, for `struct Step` of assign_pages.cu to read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sgalloc.device.staging import (
+    FIRST_NEW_AT,
+    HEADER_BYTES,
+    IDS_AT,
+    NEW_AT_AT,
+    OFFSET_AT,
+    OFFSETS_AT,
+    OUT_LOW,
+    PAGES,
+    PLACES_AT,
+    REQUESTS,
+    ROW_AT,
+    RUNS,
+    START_AT,
+    TOTAL,
+    UNIFORM,
+    WIDE,
+    Block,
+)
+from sgalloc.pages import Int32
+from sgalloc.plan import Gather, Segments
+
+_NEVER = np.int32(2**31 - 1)
+# A slot that the kernel reads in place has its arrays at fixed places, for so many entries.
+SMALL_PAGES = 1024
+SMALL_GATHERED = 1024
+SMALL_BYTES = HEADER_BYTES + 12 * SMALL_PAGES + 16 * SMALL_GATHERED
+_SMALL_PLACES = HEADER_BYTES // 8
+_SMALL_IDS = HEADER_BYTES // 4 + 2 * SMALL_PAGES
+_SMALL_GATHER = HEADER_BYTES // 4 + 3 * SMALL_PAGES
+
+
+def lay_out_small(slot: Block) -> None:
+    """Note the fixed places of the arrays in the header."""
+    words = slot.words
+    words[PLACES_AT] = 8 * _SMALL_PLACES
+    words[IDS_AT] = 4 * _SMALL_IDS
+    for n, place in enumerate((ROW_AT, START_AT, FIRST_NEW_AT, NEW_AT_AT)):
+        words[place] = 4 * (_SMALL_GATHER + n * SMALL_GATHERED)
+
+
+def fill_pages(slot: Block, pages: Segments, ids: Int32) -> None:
+    """Lay out a step of pages alone, in a small slot."""
+    total = pages.total
+    slot.longs[_SMALL_PLACES : _SMALL_PLACES + total] = pages.where
+    slot.ints[_SMALL_IDS : _SMALL_IDS + total] = ids
+    slot.words[PAGES] = total
+    slot.words[TOTAL] = 0
+
+
+def fill_small(
+    slot: Block, pages: Segments | None, ids: Int32 | None, gather: Gather, uniform: int
+) -> None:
+    """Lay out a step with a gather of ``uniform`` slots a request, in a small slot."""
+    slot.words[PAGES] = 0
+    if pages is not None and ids is not None:
+        fill_pages(slot, pages, ids)
+    _describe(slot, gather, uniform)
+    n, first, step = gather.rows.size, _SMALL_GATHER, SMALL_GATHERED
+    slot.ints[first : first + n] = gather.rows
+    slot.ints[first + step : first + step + n] = gather.start
+    fresh = slot.ints[first + 2 * step : first + 2 * step + n]
+    place = slot.ints[first + 3 * step : first + 3 * step + n]
+    _new_pages(gather, pages, fresh, place)
+
+
+def fill(
+    slot: Block,
+    pages: Segments | None,
+    ids: Int32 | None,
+    gather: Gather | None,
+    uniform: int,
+    row_pages: int,
+) -> int:
+    """Lay a step out without gaps; the bytes used."""
+    words = slot.words
+    cursor = HEADER_BYTES
+    words[:16] = 0
+    if pages is not None and ids is not None:
+        words[PAGES] = pages.total
+        words[PLACES_AT] = cursor
+        n = pages.rows.size
+        if pages.total == n:
+            slot.longs[cursor // 8 : cursor // 8 + n] = pages.where
+            cursor += 8 * n
+        else:
+            offsets = pages.count.cumsum() - pages.count
+            slot.longs[cursor // 8 : cursor // 8 + n] = (
+                pages.rows * row_pages + pages.first - offsets
+            )
+            cursor += 8 * n
+            words[RUNS] = n
+            cursor = _put(slot, OFFSETS_AT, cursor, offsets)
+        cursor = _put(slot, IDS_AT, cursor, ids)
+    if gather is not None:
+        _describe(slot, gather, uniform)
+        n = gather.rows.size
+        cursor = _put(slot, ROW_AT, cursor, gather.rows)
+        cursor = _put(slot, START_AT, cursor, gather.start)
+        if not uniform:
+            lengths = gather.stop - gather.start
+            cursor = _put(slot, OFFSET_AT, cursor, lengths.cumsum() - lengths)
+        words[FIRST_NEW_AT], words[NEW_AT_AT] = cursor, cursor + 4 * n
+        fresh = slot.ints[cursor // 4 : cursor // 4 + n]
+        place = slot.ints[cursor // 4 + n : cursor // 4 + 2 * n]
+        _new_pages(gather, pages, fresh, place)
+        cursor += 8 * n
+    return cursor
+
+
+def uniform_length(gather: Gather) -> int:
+    """Slots of each request where all ask for as many, else 0."""
+    lengths = gather.stop - gather.start
+    each = int(lengths[0])
+    return each if each * lengths.size == gather.size and (lengths == each).all() else 0
+
+
+def _describe(slot: Block, gather: Gather, uniform: int) -> None:
+    words = slot.words
+    words[REQUESTS] = gather.rows.size
+    words[TOTAL] = gather.size
+    words[UNIFORM] = uniform
+    words[WIDE] = gather.out.wide
+    slot.longs[OUT_LOW // 2] = gather.out.ptr
+
+
+def _put(slot: Block, word: int, cursor: int, column: Any) -> int:
+    """Append an int32 column, note its place in the header, and return where the next begins."""
+    slot.words[word] = cursor
+    slot.ints[cursor // 4 : cursor // 4 + column.size] = column
+    return cursor + 4 * int(column.size)
+
+
+def _new_pages(gather: Gather, pages: Segments | None, fresh: Int32, place: Int32) -> None:
+    """For each request of the gather, its first page of this launch and where its id stands."""
+    fresh[:] = _NEVER
+    if pages is not None and gather.growing is not None:
+        fresh[gather.growing] = pages.first
+        place[gather.growing] = pages.count.cumsum() - pages.count

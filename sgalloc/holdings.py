@@ -1,0 +1,298 @@
+"""What an allocator holds, seen from outside: nothing here changes anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import numpy as np
+
+from sgalloc import laws
+from sgalloc.caching import PrefixCache
+from sgalloc.contiguity import Runs, page_runs
+from sgalloc.core import Core
+from sgalloc.errors import AllocError, StalePlan
+from sgalloc.exports import PageTables
+from sgalloc.inputs import Int64, counts, int64_array, whole_number
+from sgalloc.ledger import Batch, Ledger
+from sgalloc.pages import LOCKED, Int32
+from sgalloc.plan import Gather, Plan
+from sgalloc.stats import GroupStats, RowStats, StagingStats, Stats
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_MOST = (1 << 31) - 1
+
+
+def counted(method: _Method) -> _Method:
+    """Count refusals by reason."""
+
+    @wraps(method)
+    def call(self: Holdings, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except AllocError as refusal:
+            self._count(refusal)
+            raise
+
+    return call  # type: ignore[return-value]
+
+
+class Holdings:
+    """The questions that `KVAllocator` answers."""
+
+    num_pages: int
+    page_size: int
+    max_requests: int
+    row_width: int
+    _ledger: Ledger
+    _core: Core
+    _refusals: Counter[str]
+
+    def __repr__(self) -> str:
+        return (
+            f"KVAllocator({self.num_pages} pages of {self.page_size}, {self.available()} free, "
+            f"{self._ledger.open_rows} of {self.max_requests} rows open, {self._core.device.name})"
+        )
+
+    @property
+    def device(self) -> str:
+        """Where the table lives: ``"cpu"``, ``"cuda:0"``, ..."""
+        return self._core.device.name
+
+    @property
+    def req_to_token(self) -> Any:
+        """The table, int32 ``(max_requests + 1, row_width)``: written here, read by forwards."""
+        return self._core.device.table
+
+    @property
+    def page_table(self) -> Any:
+        """Page ids, int32 ``(max_requests + 1, row_width // page_size)``, written as the table is.
+
+        Raises:
+            ValueError: this allocator was made without one.
+        """
+        if self._core.device.page_table is None:
+            raise ValueError("this allocator keeps no page table: make it with page_table=True")
+        return self._core.device.page_table
+
+    @property
+    def prefix(self) -> PrefixCache:
+        """The prefix cache: ``match`` and ``publish``.
+
+        Raises:
+            ValueError: this allocator was made without one.
+        """
+        if self._core.prefix is None:
+            raise ValueError("this allocator has no prefix cache: make it with prefix_cache=True")
+        return self._core.prefix
+
+    def batch(self, x: Any) -> Batch:
+        """What a decode loop keeps: ``x`` looked up once."""
+        return Batch(self._ledger, x.handles if isinstance(x, Batch) else x)
+
+    def rows(self, x: Any) -> Int32:
+        """Rows of the table, int32 ``(n,)``."""
+        return self._ledger.rows_of(x).astype(np.int32)
+
+    def committed(self, x: Any) -> Int64:
+        """C, tokens, int64 ``(n,)``."""
+        return self._ledger.committed.take(self._ledger.rows_of(x))
+
+    def allocated(self, x: Any) -> Int64:
+        """A, tokens, int64 ``(n,)``."""
+        return self._ledger.allocated.take(self._ledger.rows_of(x))
+
+    def decode_index(self, x: Any) -> Int64:
+        """Decode steps taken, int64 ``(n,)``."""
+        return self._ledger.decode_steps.take(self._ledger.rows_of(x))
+
+    def pages(self, handle: Any, start: int = 0, stop: int | None = None) -> Int32:
+        """Page ids of the tokens ``[start, stop)`` of one request, int32, from the ledger.
+
+        Args:
+            handle: the request.
+            start: first token, on a page edge.
+            stop: one past the last token, at most A; C if None.
+
+        Raises:
+            ValueError: off a page edge, or outside the extent.
+        """
+        rows = self._ledger.rows_of(handle)
+        if rows.size != 1:
+            raise ValueError(f"pages() takes one handle, got {rows.size}: call it for each")
+        row, size = int(rows[0]), self.page_size
+        held = int(self._ledger.allocated[row])
+        last = int(self._ledger.committed[row]) if stop is None else whole_number(stop, "stop")
+        first = whole_number(start, "start")
+        if first % size:
+            raise ValueError(f"start={first} is inside a page of {size}: begin on a page edge")
+        if not first <= last <= held:
+            raise ValueError(
+                f"tokens [{first}, {last}) are not in the extent of {held} tokens of row {row}"
+            )
+        return self._ledger.pages[row, first // size : -(-last // size)].copy()
+
+    @counted
+    def slots(self, x: Any, start: Any, stop: Any, out: Any = None) -> Any:
+        """The slots of positions ``[start, stop)`` of each request, flat, in order.
+
+        Args:
+            x: a batch, handles or a handle.
+            start: first position, an int or one per request.
+            stop: one past the last position, at most A.
+            out: int32 or int64 array on the device, of exactly the right size.
+
+        Returns:
+            ``out``, or a new int32 array.
+        """
+        rows = self._ledger.rows_of(x)
+        first = np.broadcast_to(counts(start, rows.size, "start"), rows.shape)
+        last = np.broadcast_to(counts(stop, rows.size, "stop"), rows.shape)
+        bad = ((last < first) | (last > self._ledger.allocated.take(rows))).nonzero()[0]
+        if bad.size:
+            at = bad[0]
+            row = int(rows[at])
+            raise ValueError(
+                f"positions [{first[at]}, {last[at]}) are not in the extent of "
+                f"{self._ledger.allocated[row]} tokens of row {row}"
+            )
+        if out is not None:
+            size = int((last - first).sum())
+            target = self._core.device.checked_out(out, size)
+            self._core.device.write(None, None, Gather(rows, first, last, size, target), None)
+            return out
+        return self._core.device.gather(rows, first, last)
+
+    def available(self, group: str = "full", counting_cache: bool = False) -> int:
+        """Pages that could be handed out now.
+
+        Args:
+            group: name of the group.
+            counting_cache: count the pages of the prefix cache that could be evicted, too.
+        """
+        if group != "full":
+            raise ValueError(f"there is no group {group!r}: this allocator has 'full'")
+        return self._core.pool.free + (self._core.evictable if counting_cache else 0)
+
+    def fits(
+        self, plan_or_lengths: Any, after_releasing: Any = (), counting_cache: bool = True
+    ) -> bool:
+        """Whether it would go through, also in a world where some requests were released.
+
+        Args:
+            plan_or_lengths: a `Plan`, or the tokens of new requests (an int or a sequence):
+                rows, row width and pages count.
+            after_releasing: requests taken to be released first; if they are part of the
+                plan, they leave it.
+            counting_cache: whether cached pages may be evicted for it.
+
+        Raises:
+            StalePlan: the ledger changed since the plan was made.
+        """
+        leaving = self._ledger.rows_of(after_releasing)
+        room = self.available(counting_cache=counting_cache)
+        if leaving.size:
+            room += int((self._ledger.page_counts(leaving) - self._ledger.shared[leaving]).sum())
+            if counting_cache and self._core.prefix is not None:
+                room += self._core.prefix.unlocked_by(leaving)
+        if isinstance(plan_or_lengths, Plan):
+            self._check_plan(plan_or_lengths)
+            return plan_or_lengths.need_without(leaving) <= room
+        lengths = int64_array(plan_or_lengths, "lengths")
+        counts(lengths, lengths.size, "lengths")
+        if lengths.size > self._ledger.free_rows + leaving.size:
+            return False
+        pages = -(-lengths // self.page_size)
+        return not pages.size or (
+            int(pages.max()) <= self._ledger.row_pages and int(pages.sum()) <= room
+        )
+
+    def stats(self) -> Stats:
+        """A frozen snapshot of absolute numbers, in time that grows with open rows alone."""
+        pool, ledger, tree = self._core.pool, self._ledger, self._core.tree
+        cached = tree.cached if tree is not None else 0
+        group = GroupStats(
+            total=pool.num_pages,
+            free=pool.free,
+            quarantined=pool.waiting,
+            cached=cached,
+            locked=cached - tree.evictable if tree is not None else 0,
+            pinned=0,
+            owned=pool.num_pages - pool.free - pool.waiting - cached,
+            high_water=pool.high_water,
+            evicted=tree.evicted if tree is not None else 0,
+        )
+        rows = RowStats(
+            ledger.max_requests, ledger.open_rows, ledger.free_rows, ledger.waiting_rows
+        )
+        live = ledger.live()
+        return Stats(
+            {"full": group},
+            rows,
+            dict(self._refusals),
+            committed=int(ledger.committed.take(live).sum()),
+            allocated=int(ledger.allocated.take(live).sum()),
+            staging=StagingStats(*self._core.device.staging),
+        )
+
+    def runs(self, x: Any = None) -> Runs:
+        """How contiguous the page ids of ``x`` (all open requests if None) are."""
+        rows = self._ledger.live() if x is None else self._ledger.rows_of(x)
+        return page_runs(self._ledger, rows)
+
+    def owners(self) -> Int64:
+        """Who has each page, int64 ``(num_pages + 1,)``, a copy; entry 0 is the padding page.
+
+        A positive number is the row of the one request that owns the page. 0 is free, -1 in
+        the prefix cache, -2 in quarantine, -3 in the prefix cache and held by a request or an
+        event.
+        """
+        owners = self._core.pool.holder.copy()
+        if self._core.tree is not None:
+            for node in self._core.tree.nodes():
+                if node.locks:
+                    owners[node.pages] = LOCKED
+        return owners
+
+    def page_tables(self, max_requests: int, max_pages: int) -> PageTables:
+        """Arrays for attention kernels: a padded page table and a CSR list, exported on demand.
+
+        Args:
+            max_requests: most requests of one update.
+            max_pages: most pages of a request.
+        """
+        most = whole_number(max_requests, "max_requests", 1, _MOST)
+        return PageTables(self._core, most, whole_number(max_pages, "max_pages", 1, _MOST))
+
+    def check(self, device: bool = False) -> None:
+        """Prove the row law and the partition law, in time linear in pages.
+
+        Args:
+            device: compare the device table, too (this reads it back).
+
+        Raises:
+            LawViolation: naming the page and both owners, or the entry.
+        """
+        core = self._core
+        laws.check_rows(core.ledger)
+        if core.tree is not None and core.prefix is not None:
+            laws.check_shared(core.ledger, core.tree, core.prefix.holds)
+        laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine)
+        laws.check_row_ids(core.ledger, core.quarantine)
+        if device:
+            laws.check_table(core.ledger, core.device)
+
+    def _check_plan(self, plan: Any) -> None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"apply takes a plan of plan(), got {plan!r}")
+        if plan.ledger is not self._ledger:
+            raise ValueError("this plan belongs to another allocator: plan with this one")
+        if plan.version != self._ledger.version:
+            raise StalePlan(
+                "a call changed the ledger after this plan was made (or applied it): plan again"
+            )
+
+    def _count(self, refusal: AllocError) -> None:
+        self._refusals[type(refusal).__name__] += 1
