@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from profiling.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
+from profiling.harness import LOOP, SUBJECT, Effort, Key, Side, Step, alternate, summarize
 from profiling.measured import Bench, Record, records_of
 from profiling.python_loop import Request
 from profiling.twins import Shape, Twins
-from profiling.verbs import RESERVE, Course, agree, growth
+from profiling.verbs import GROWS, NO_NEED, RESERVE, Course, agree, growth
 
 BATCH = 256
 RELEASED = 64
 RELEASED_TOKENS = 1000
-# How the sides take turns: an engine that does little else between two steps, and one whose
-# caches hold something else each time.
-TURNS = {"in blocks of 25 steps": 25, "step by step": 1}
+# How the sides take turns: in long blocks, in which the caches settle, or one step each.
+BLOCKS, STEPWISE = "in blocks of 100 steps", "step by step"
+TURNS = {BLOCKS: 100, STEPWISE: 1}
+FIRST = "first step of a block"
 
 
 def run(page_sizes: Iterable[int], effort: Effort, batch: int = BATCH) -> Bench:
@@ -31,7 +32,10 @@ def run(page_sizes: Iterable[int], effort: Effort, batch: int = BATCH) -> Bench:
             at: dict[str, int | str] = {"batch": batch, "page": page_size, "turns": turns}
             twins = Twins(Shape(batch, page_size, history=1000, row_width=1536))
             twins.fill()
-            records += records_of(alternate(step_sides(twins), pace), at)
+            times = alternate(step_sides(twins), pace)
+            records += records_of(times, at)
+            if turns == BLOCKS:
+                records += first_steps(times, at, block)
             agree(twins)
             at = {"batch": RELEASED, "page": page_size, "turns": turns}
             twins = Twins(Shape(RELEASED, page_size, RELEASED_TOKENS, row_width=1536))
@@ -40,6 +44,17 @@ def run(page_sizes: Iterable[int], effort: Effort, batch: int = BATCH) -> Bench:
             agree(twins)
             compared += 2
     return Bench(records, compared)
+
+
+def first_steps(
+    times: Mapping[Key, Sequence[int]], at: Mapping[str, int | str], block: int
+) -> list[Record]:
+    """The first `reserve` of each block; none if some step needs nothing and is not in line."""
+    return [
+        Record("reserve", side, at, summarize(series[::block]), FIRST)
+        for (side, name, label), series in times.items()
+        if (name, label) == ("reserve", GROWS) and Key(side, name, NO_NEED) not in times
+    ]
 
 
 def step_sides(twins: Twins) -> list[Side]:

@@ -23,13 +23,14 @@ from sgalloc.plan import Plan
 
 # The rooms that a growing reserve goes through: who owns the function, and its name.
 PARTS: dict[str, tuple[Any, str]] = {
-    "look-up": (Ledger, "rows_of"),
+    "look-up": (Ledger, "holding"),
     "input check": (sgalloc.allocator, "counts"),
     "plan": (Plan, "__init__"),
     "free ids": (PagePool, "peek"),
     "table write": (CpuDevice, "write"),
     "page holders": (PagePool, "take"),
     "ledger": (Ledger, "grow"),
+    "batch": (sgalloc.Batch, "moved"),
 }
 WHOLE = "whole call"
 EMPTY = "an empty part"

@@ -213,6 +213,12 @@ def unchanged(alloc: sgalloc.KVAllocator) -> Iterator[None]:
     assert fingerprint(alloc) == before
 
 
+def waiting(alloc: sgalloc.KVAllocator) -> tuple[int, int]:
+    """Pages and rows in quarantine."""
+    stats = alloc.stats()
+    return stats.groups["full"].quarantined, stats.rows.quarantined
+
+
 def count_launches(alloc: sgalloc.KVAllocator, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts from now on what would be launches on a GPU: calls that hand the device work."""
     calls: Counter[str] = Counter()

@@ -32,15 +32,34 @@ def quad_shift(page_size: int, row_width: int, lead: int) -> int:
 
 
 class Table:
-    """A device table and its page table on the CPU, beside what they should hold."""
+    """A device table and its page table on the CPU, beside what they should hold.
+
+    Rows below `first_row` are not there, though the kernel addresses the others behind them.
+    """
 
     def __init__(
-        self, rows: int, row_width: int, page_size: int, *, with_pages: bool = True, lead: int = 0
+        self,
+        rows: int,
+        row_width: int,
+        page_size: int,
+        *,
+        with_pages: bool = True,
+        lead: int = 0,
+        first_row: int = 0,
     ) -> None:
-        self.row_width, self.page_size = row_width, page_size
+        self.row_width, self.page_size, self.first_row = row_width, page_size, first_row
         self.row_pages = row_width // page_size
-        self.slots = Buffer(distinct(rows * row_width).reshape(rows, row_width), True, lead)
-        self.pages = Buffer(distinct(rows * self.row_pages).reshape(rows, -1), True)
+        self.slots = Buffer(
+            distinct(rows * row_width).reshape(rows, row_width),
+            writable=True,
+            lead=lead,
+            bias=4 * first_row * row_width,
+        )
+        self.pages = Buffer(
+            distinct(rows * self.row_pages).reshape(rows, -1),
+            writable=True,
+            bias=4 * first_row * self.row_pages,
+        )
         self.with_pages = with_pages
         self.lead = lead
         self.want_slots: Int32
@@ -105,7 +124,9 @@ def step_of(
     new = np.array([g.new for g in growths], np.int64)
     firsts = np.cumsum(new) - new
     growing = [i for i, g in enumerate(growths) if g.new]
-    starts = [growths[i].row * table.row_pages + growths[i].old for i in growing]
+    starts = [
+        (table.first_row + growths[i].row) * table.row_pages + growths[i].old for i in growing
+    ]
     asking = [i for i, g in enumerate(growths) if g.asked]
     asked = np.array([growths[i].asked for i in asking], np.int64)
     if runs:
@@ -119,7 +140,7 @@ def step_of(
         places,
         ids,
         firsts[growing].astype(np.int32) if runs else np.empty(0, np.int32),
-        np.array([growths[i].row for i in asking], np.int32),
+        np.array([table.first_row + growths[i].row for i in asking], np.int32),
         np.array([growths[i].start for i in asking], np.int32),
         np.empty(0, np.int32) if uniform else (np.cumsum(asked) - asked).astype(np.int32),
         np.array([growths[i].old if growths[i].new else NEVER for i in asking], np.int32),
@@ -243,7 +264,7 @@ def watermarks(
             *table.arguments,
             np.int32(tile_pages),
             np.int32(len(rows)),
-            Buffer(rows),
+            Buffer(rows + np.int32(table.first_row)),
             Buffer(committed),
             Buffer(allocated),
             None if one else Buffer(np.asarray(reserve, np.int32)),
@@ -261,3 +282,118 @@ def watermarks(
     scan.tickets += tiles
     assert scan.ticket.data[0] == scan.tickets % 2**32
     return stats
+
+
+class Export(NamedTuple):
+    """Which outputs of export_pages are asked for; the others are null."""
+
+    page_table: bool = True
+    indices: bool = True
+    indptr: bool = True
+    last_page_len: bool = True
+
+
+def export(
+    emulator: Emulator,
+    table: Table,
+    rows: Int32,
+    lengths: Int32,
+    width: int,
+    rng: Rng,
+    asked: Export = Export(),
+    *,
+    grid: int = 3,
+    threads: int = 64,
+    **how: Any,
+) -> None:
+    """Launch export_pages for rows of `lengths` tokens, and hold every output against NumPy."""
+    size, n = table.page_size, len(rows)
+    pages = -(-lengths // size)
+    own_old_pages(table, [Growth(r, p, 0) for r, p in zip(rows.tolist(), pages, strict=True)], rng)
+    held = [
+        table.want_slots[row, : count * size : size] // size
+        for row, count in zip(rows, pages, strict=True)
+    ]
+    padded = np.zeros((n, width), np.int32)
+    for line, ids in zip(padded, held, strict=True):
+        line[: len(ids)] = ids[:width]
+    indptr = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
+    wanted = {
+        "page_table": padded,
+        "indices": np.concatenate([*held, np.empty(0, np.int32)]).astype(np.int32),
+        "indptr": indptr,
+        "last_page_len": np.where(pages > 0, lengths - (pages - 1) * size, 0).astype(np.int32),
+    }
+    outputs = {
+        name: Buffer(distinct(want.size).reshape(want.shape), writable=True)
+        for name, want in wanted.items()
+    }
+    given = {name: outputs[name] if getattr(asked, name) else None for name in outputs}
+    emulator.launch(
+        "export_pages",
+        grid,
+        threads,
+        [
+            Buffer(table.slots.data, bias=table.slots.bias),
+            np.int64(table.row_width),
+            np.int32(size),
+            np.int32(n),
+            Buffer(rows + np.int32(table.first_row)),
+            Buffer(indptr),
+            Buffer(lengths),
+            given["page_table"],
+            np.int32(width),
+            given["indices"],
+            given["indptr"],
+            given["last_page_len"],
+        ],
+        **how,
+    )
+    for name, buffer in outputs.items():
+        if getattr(asked, name):
+            np.testing.assert_array_equal(buffer.data, wanted[name], err_msg=name)
+
+
+class Replays:
+    """Steps that wait in a ring for the replays of a graph, as replay_pages reads them."""
+
+    def __init__(self, table: Table, ring: int, stride: int, before: int = 0) -> None:
+        self.table, self.ring, self.stride = table, ring, stride
+        self.steps = Buffer(np.zeros(ring * stride, np.uint8), holes=())
+        self.counters = Buffer(np.array([before, 0], np.uint32), writable=True)
+        self.applied = Buffer(np.array([before], np.uint32), writable=True)
+        self.staged = before
+
+    def stage(self, growths: Sequence[Growth], rng: Rng, *, runs: bool = False) -> Int32:
+        """Leave a step to the next replay; its page ids."""
+        ids = fresh_ids(rng, sum(g.new for g in growths), self.table.page_size)
+        at = self.staged % self.ring * self.stride
+        self.staged += 1
+        step, _ = step_of(self.table, growths, ids, runs=runs, serial=self.staged, rng=rng)
+        assert step.data.size <= self.stride
+        self.steps.data[at : at + step.data.size] = step.data
+        return ids
+
+    def replay(self, emulator: Emulator, *, grid: int, threads: int, tile: int, **how: Any) -> None:
+        """One launch of the graph's kernel."""
+        emulator.launch(
+            "replay_pages",
+            grid,
+            threads,
+            [
+                *self.table.arguments,
+                np.int32(tile),
+                self.steps,
+                np.int64(self.stride),
+                np.uint32(self.ring),
+                self.counters,
+                self.applied,
+            ],
+            **how,
+        )
+
+    def check(self, applied: int) -> None:
+        """So many steps were applied, and the table holds what they said."""
+        assert self.counters.data.tolist() == [applied % 2**32, 0]
+        assert self.applied.data.tolist() == [applied % 2**32]
+        self.table.check()

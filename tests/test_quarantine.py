@@ -14,11 +14,11 @@ from host_support import (
     Query,
     assert_drained,
     assert_laws,
-    cached,
     make,
     places,
     prompt,
     unchanged,
+    waiting,
 )
 
 import sgalloc
@@ -47,17 +47,12 @@ KINDS: dict[str, Callable[[], Any]] = {
 each_kind = pytest.mark.parametrize("event", [pytest.param(k, id=n) for n, k in KINDS.items()])
 
 
-def world(tokens: tuple[int, ...] = (9, 6, 16)) -> tuple[sgalloc.KVAllocator, np.ndarray]:
+def world() -> tuple[sgalloc.KVAllocator, np.ndarray]:
     """Requests with 3, 2 and 4 of 20 pages, a row each, one row to spare."""
-    alloc = make(20, PS, max_requests=len(tokens) + 1, prefix_cache=True)
-    h = alloc.open(len(tokens))
-    alloc.extend(h, tokens)
+    alloc = make(20, PS, max_requests=4, prefix_cache=True)
+    h = alloc.open(3)
+    alloc.extend(h, [9, 6, 16])
     return alloc, h
-
-
-def waiting(alloc: sgalloc.KVAllocator) -> tuple[int, int]:
-    stats = alloc.stats()
-    return stats.groups["full"].quarantined, stats.rows.quarantined
 
 
 @each_kind
@@ -206,16 +201,13 @@ class TestOrder:
         alloc.settle()
         assert_drained(alloc)
 
-    @pytest.mark.parametrize("together", [False, True])
-    def test_in_release_order_whatever_the_order_of_the_events(self, together: bool) -> None:
+    def test_in_release_order_whatever_the_order_of_the_events(self) -> None:
         """Those found done at once come back in the order of their releases, as if never apart."""
         expected = None
         for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
             alloc, events, _, _ = self.released()
             for at in order:
                 events[at].over = True
-                if not together:
-                    continue
             alloc.settle()
             found = (alloc._core.pool.free_ids().tolist(), alloc._ledger.free_row_ids().tolist())
             expected = expected or found
@@ -287,70 +279,6 @@ class TestPlans:
         event.over = True
         alloc.settle()
         assert alloc.fits([56]) and alloc.fits([1, 1])
-
-
-class TestIntoTheCache:
-    def test_new_nodes_match_but_neither_go_nor_count_until_the_event_is_done(self) -> None:
-        alloc, h = world()
-        event = Query()
-        held = alloc.pages(h[2]).tolist()
-        alloc.release(h[2], tokens=prompt(3, PS), after=event)
-        assert alloc.prefix.match(prompt(4, PS)).pages.tolist() == held[:3]
-        assert waiting(alloc) == (1, 1), "the page that is not known waits, and the row"
-        group = alloc.stats().groups["full"]
-        assert (group.cached, group.locked) == (3, 3)
-        assert alloc.available(counting_cache=True) == 11
-        assert alloc.prefix.clear() == 0
-        with unchanged(alloc), pytest.raises(sgalloc.OutOfPages) as refused:
-            alloc.extend(h[0], 4 * 15)
-        assert (refused.value.need, refused.value.free, refused.value.cached) == (12, 11, 0)
-        assert_laws(alloc)
-        (other,) = alloc.open_with_prefix(alloc.prefix.match(prompt(3, PS)))
-        event.over = True
-        alloc.settle()
-        assert alloc.available(counting_cache=True) == 12, "the other holds them now"
-        alloc.release(other)
-        assert alloc.available(counting_cache=True) == 15
-        assert_laws(alloc)
-
-    def test_shared_pages_are_unlocked_when_the_event_is_done(self) -> None:
-        alloc, _ = world()
-        cached(alloc, prompt(2, PS, seed=1))
-        (h,) = alloc.open_with_prefix(alloc.prefix.match(prompt(2, PS, seed=1)))
-        event = Query()
-        alloc.release(h, after=event)
-        assert alloc.stats().groups["full"].locked == 2
-        assert alloc.prefix.clear() == 0
-        event.over = True
-        alloc.settle()
-        assert alloc.prefix.clear() == 2
-
-    def test_pages_trimmed_off_a_shared_prefix_stay_locked_until_then(self) -> None:
-        alloc, _ = world()
-        cached(alloc, prompt(3, PS, seed=1))
-        (h,) = alloc.open_with_prefix(alloc.prefix.match(prompt(3, PS, seed=1)))
-        event = Query()
-        alloc.trim(h, 4, after=event)
-        assert alloc.allocated(h).tolist() == [4]
-        assert alloc.stats().groups["full"].locked == 3
-        event.over = True
-        alloc.settle()
-        assert alloc.stats().groups["full"].locked == 1
-        assert alloc.prefix.clear() == 2
-        assert_laws(alloc)
-
-    def test_a_duplicate_waits(self) -> None:
-        alloc, h = world()
-        cached(alloc, prompt(4, PS))
-        event = Query()
-        alloc.release(h[2], tokens=prompt(4, PS), after=event)
-        assert waiting(alloc) == (4, 1)
-        assert alloc.stats().groups["full"].cached == 4
-        assert_laws(alloc)
-        event.over = True
-        alloc.settle()
-        assert waiting(alloc) == (0, 0)
-        assert_laws(alloc)
 
 
 class Broken:

@@ -84,6 +84,7 @@ class CudaDevice:
             runtime.deviceSynchronize()
         mapped = os.environ.get("SGALLOC_MAPPED_BYTES")
         self._mapped_bytes = MAPPED_BYTES if mapped is None else int(mapped)
+        self._mapped_pages = min(SMALL_PAGES, self._mapped_bytes // 12)
         self._small: Ring | None = None
         self._large: Ring | None = None
         self._spare: Spare | None = None
@@ -181,6 +182,8 @@ class CudaDevice:
                 if capturing:
                     raise WrongState("call alloc.warm() before a verb on a capturing stream")
                 self.warm()
+            if gather is None and pages.total <= self._mapped_pages and not capturing:  # type: ignore[union-attr]
+                return self._write_small(pages, ids, stream)  # type: ignore[arg-type]
             slot = self._stage(pages, ids, gather, stream, capturing)
             slot.hold(stream)
             ready = Ready(slot.event, self.index)
@@ -192,6 +195,20 @@ class CudaDevice:
         finally:
             if before != self.index:
                 runtime.setDevice(before)
+
+    def _write_small(self, pages: Segments, ids: Int32, stream: int) -> Ready:
+        """The step of a decode loop: pages alone, few enough to be read from mapped memory."""
+        slot = self._small.take()  # type: ignore[union-attr]
+        fill_pages(slot, pages, ids)
+        if slot.graph is None:
+            self._launch_step(slot.ptr, pages.total, 0, stream)
+        else:
+            runtime.graphLaunch(slot.graph.graphExec, stream)
+            self.launches += 1
+        slot.hold(stream)
+        ready = self._last = Ready(slot.event, self.index)
+        self._order.leave(stream, slot.event)
+        return ready
 
     def _stage(
         self,
@@ -208,15 +225,16 @@ class CudaDevice:
         if gather is not None:
             asked, slots, uniform = gather.rows.size, gather.size, uniform_length(gather)
         if (
-            total <= SMALL_PAGES
+            total <= self._mapped_pages
             and 12 * total + 16 * asked <= self._mapped_bytes
             and (gather is None or (uniform and asked <= SMALL_GATHERED))
         ):
             slot = self._spare.take(0) if capturing else self._small.take()
-            if gather is not None:
-                fill_small(slot, pages, ids, gather, uniform)
-            elif pages is not None and ids is not None:
+            if gather is None:
+                assert pages is not None and ids is not None
                 fill_pages(slot, pages, ids)
+            else:
+                fill_small(slot, pages, ids, gather, uniform)
             if slot.graph is not None and not capturing:
                 runtime.graphLaunch(slot.graph.graphExec, stream)
                 self.launches += 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cupy.cuda import runtime
+from cupy.cuda.stream import get_current_stream
 
 from sgalloc.device.streams import (
-    cupy_current_stream,
     event_pointer,
     new_event,
     new_stream,
@@ -42,10 +42,13 @@ class StreamOrder:
         self._kept_reader = reader
         self._reader = None if reader is None else stream_pointer(reader)
         self._between = new_event()
-        self._last: tuple[int, int] | None = None
+        self._last_stream = -1
+        self._last_event = 0
 
     def enter(self, after: Any) -> tuple[int, bool]:
         """The stream of a step, which waits for whom it must, and whether it is captured.
+
+        The device is current already.
 
         Args:
             after: the event behind the last reader, or None.
@@ -53,13 +56,13 @@ class StreamOrder:
         Raises:
             TypeError: ``after`` is no CUDA event.
         """
-        event = None if after is None else event_pointer(after)
-        torch, cupy = torch_stream(self._device), cupy_current_stream(self._device)
+        cupy = int(get_current_stream().ptr)
+        torch = torch_stream(self._device)
         current = cupy if torch is None else torch
         stream = current if self._fixed is None else self._fixed
         capturing = bool(runtime.streamIsCapturing(stream))
-        if event is not None:
-            runtime.streamWaitEvent(stream, event)
+        if after is not None:
+            runtime.streamWaitEvent(stream, event_pointer(after))
         elif self._reader is not None:
             if not capturing:
                 self._behind(stream, self._reader)
@@ -71,21 +74,22 @@ class StreamOrder:
             capturing = capturing or forking
             if not capturing:
                 self._behind(stream, cupy)
-        if self._last is not None and self._last[0] != stream and not capturing:
-            runtime.streamWaitEvent(stream, self._last[1])
+        if stream != self._last_stream and self._last_event and not capturing:
+            runtime.streamWaitEvent(stream, self._last_event)
         return stream, capturing
 
     def leave(self, stream: int, event: int) -> None:
         """Note that ``event`` was recorded behind a step on ``stream``."""
-        self._last = (stream, event)
+        self._last_stream = stream
+        self._last_event = event
 
     def wait(self, after: Any) -> None:
         """Let the stream that a step would take wait for ``after``."""
-        event = event_pointer(after)
         current = torch_stream(self._device)
         if current is None:
-            current = cupy_current_stream(self._device)
-        runtime.streamWaitEvent(current if self._fixed is None else self._fixed, event)
+            current = int(get_current_stream().ptr)
+        stream = current if self._fixed is None else self._fixed
+        runtime.streamWaitEvent(stream, event_pointer(after))
 
     def _behind(self, stream: int, reader: int) -> None:
         if reader != stream:

@@ -81,7 +81,8 @@ def torch_stream(device: int) -> int | None:
     if torch is None:
         return None
     # As compilers built on torch do: the public call makes an object of 1 µs each time.
-    current = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
+    core = getattr(torch, "_C", None)
+    current = getattr(core, "_cuda_getCurrentRawStream", None)
     return None if current is None else int(current(device))
 
 

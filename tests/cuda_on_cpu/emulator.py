@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
@@ -11,10 +12,12 @@ import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, NoReturn
 
 import numpy as np
+import pytest
 
 HERE = Path(__file__).resolve().parent
 CUDA = HERE.parent.parent / "cuda"
@@ -82,9 +85,25 @@ class HostWrite(NamedTuple):
     value: bytes
 
 
-def compiler() -> str | None:
-    """The C++ compiler, or None."""
-    return shutil.which(os.environ.get("CXX", "g++"))
+def missing(what: str) -> NoReturn:
+    """Skip the test for want of a tool; where SGALLOC_REQUIRE_KERNELS is set it fails."""
+    if os.environ.get("SGALLOC_REQUIRE_KERNELS"):
+        pytest.fail(f"{what}, and SGALLOC_REQUIRE_KERNELS asks for it")
+    pytest.skip(what)
+
+
+def require_compiler() -> None:
+    """Skip the test where there is no g++."""
+    if shutil.which("g++") is None:
+        missing("no g++ on PATH to run the kernels on the CPU with")
+
+
+@lru_cache(maxsize=2)
+def build(tsan: bool = False) -> Build:
+    """The emulation's own objects, made once a session."""
+    folder = Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Build(folder, tsan)
 
 
 def _compile(commands: Sequence[Sequence[str]]) -> None:
@@ -104,16 +123,12 @@ class Build:
     def __init__(self, folder: Path, tsan: bool = False) -> None:
         self.folder = folder
         self.tsan = tsan
-        cxx = compiler()
-        assert cxx is not None
-        self._cxx = cxx
         # Under TSan only kernels are instrumented, so that no race is the emulation's own.
         flags = ["-DUNDER_TSAN"] if tsan else ASAN
-        folder.mkdir(parents=True)
         self._objects = [str(folder / "launch.o"), str(folder / "blocks.o")]
         _compile(
             [
-                [cxx, *COMMON, *flags, "-c", str(HERE / f"{name}.cpp"), "-o", target]
+                ["g++", *COMMON, *flags, "-c", str(HERE / f"{name}.cpp"), "-o", target]
                 for name, target in zip(["launch", "blocks"], self._objects, strict=True)
             ]
         )
@@ -132,10 +147,10 @@ class Build:
                 encoding="utf-8",
             )
             objects.append(str(stub.with_suffix(".o")))
-            commands.append([self._cxx, *COMMON, *flags, "-c", str(stub), "-o", objects[-1]])
+            commands.append(["g++", *COMMON, *flags, "-c", str(stub), "-o", objects[-1]])
         _compile(commands)
         program = self.folder / name
-        _compile([[self._cxx, *flags, *objects, "-o", str(program)]])
+        _compile([["g++", *flags, *objects, "-o", str(program)]])
         return program
 
 
