@@ -260,6 +260,8 @@ class KVAllocator(Holdings):
             if part is None:
                 parts.append(None)
                 continue
+            if not isinstance(part, tuple | list) or len(part) != 2:
+                raise TypeError(f"{name} must be a pair of requests and numbers, got {part!r}")
             x, amount = part
             rows = self._ledger.rows_of(x)
             start = self._ledger.committed.take(rows)

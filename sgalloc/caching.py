@@ -112,9 +112,9 @@ class PrefixCache:
             whole = np.ascontiguousarray(known[: pages * size])
             shared = min(int(self._ledger.shared[row]), pages)
             if shared:
-                node, _ = self.tree.common(self._ledger.namespace.get(row), whole)
+                node, matched = self.tree.common(self._ledger.namespace.get(row), whole)
                 # Other ids may be cached, too, so it is the path that has to be the same.
-                path = self.tree.pages_to(node)[:shared]
+                path = self.tree.pages_to(node)[: min(matched, shared)]
                 same = path == self._ledger.pages[row, : path.size]
                 at = path.size if same.all() else int(same.argmin())
                 if at < shared:

@@ -96,3 +96,7 @@ class StalePlan(AllocError):
 
 class LawViolation(AllocError):
     """The row law or the partition law does not hold: a fault in the allocator or in memory."""
+
+
+class NotHeld(LawViolation, ValueError):
+    """A page given back by one who does not hold it, or twice."""

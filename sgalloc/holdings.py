@@ -130,7 +130,8 @@ class Holdings:
             raise ValueError(f"start={first} is inside a page of {size}: begin on a page edge")
         if not first <= last <= held:
             raise ValueError(
-                f"tokens [{first}, {last}) are not in the extent of {held} tokens of row {row}"
+                f"tokens [{first}, {last}) are not in the extent of {held} tokens of row {row}: "
+                "ask for tokens within it"
             )
         return self._ledger.pages[row, first // size : -(-last // size)].copy()
 
@@ -156,7 +157,7 @@ class Holdings:
             row = int(rows[at])
             raise ValueError(
                 f"positions [{first[at]}, {last[at]}) are not in the extent of "
-                f"{self._ledger.allocated[row]} tokens of row {row}"
+                f"{self._ledger.allocated[row]} tokens of row {row}: ask for positions within it"
             )
         if out is not None:
             size = int((last - first).sum())
@@ -278,6 +279,7 @@ class Holdings:
         core = self._core
         laws.check_rows(core.ledger)
         if core.tree is not None and core.prefix is not None:
+            laws.check_locks(core.tree, core.prefix.holds, core.quarantine)
             laws.check_shared(core.ledger, core.tree, core.prefix.holds)
         laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine)
         laws.check_row_ids(core.ledger, core.quarantine)

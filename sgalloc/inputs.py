@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 
+_BOOLS = frozenset((bool, np.bool_))
 # No length comes near this; bounding each operand keeps every sum inside int64.
 LIMIT = 1 << 60
 
@@ -20,7 +21,9 @@ def whole_number(value: Any, name: str, minimum: int = 0, maximum: int = LIMIT) 
         TypeError: not an integer (bools and floats are not).
         ValueError: out of range.
     """
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+    # A time difference counts as an integer to NumPy.
+    odd = isinstance(value, (bool, np.bool_, np.timedelta64))
+    if odd or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
     number = int(value)
     if number < minimum:
@@ -39,18 +42,19 @@ def int64_array(value: Any, name: str) -> Int64:
     """
     if type(value) is np.ndarray and value.dtype == np.int64 and value.ndim == 1:
         return value
-    if hasattr(value, "__cuda_array_interface__"):
+    if hasattr(type(value), "__cuda_array_interface__") and on_device(value):
         raise TypeError(
             f"{name} must be numbers on the host, got a device array "
             f"({type(value).__module__}.{type(value).__name__}): pass the host copy you keep"
         )
-    if isinstance(value, (list, tuple)) and any(isinstance(v, (bool, np.bool_)) for v in value):
+    if isinstance(value, (list, tuple)) and not _BOOLS.isdisjoint(map(type, value)):
         raise TypeError(f"{name} must be integers, got {_shown(value)}")
     try:
         array = np.asarray(value)
     except OverflowError:
-        raise ValueError(f"{name} holds a number outside int64: {value!r}") from None
-    except (TypeError, ValueError):
+        raise ValueError(f"{name} holds a number outside int64: {_shown(value)}") from None
+    except Exception:
+        # Whatever the caller's object says when it is asked for its numbers.
         raise TypeError(f"{name} must be integers, got {_shown(value)}") from None
     if array.size == 0:
         return np.empty(0, np.int64)
@@ -115,6 +119,15 @@ def token_sequences(tokens: Any, n: int, single: bool) -> list[Int64 | None]:
     return [None if ids is None else int64_array(ids, "tokens") for ids in tokens]
 
 
+def on_device(value: Any) -> bool:
+    """Whether an array lives in the memory of a GPU."""
+    try:
+        return getattr(value, "__cuda_array_interface__", None) is not None
+    except Exception:
+        # torch refuses to describe a tensor on a GPU that wants a gradient.
+        return True
+
+
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."

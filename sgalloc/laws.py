@@ -43,6 +43,27 @@ def check_rows(ledger: Ledger) -> None:
             )
 
 
+def check_locks(tree: RadixTree, holds: dict[int, Node], quarantine: Quarantine) -> None:
+    """Every node is locked as often as requests and events hold it or one below it.
+
+    Raises:
+        LawViolation: naming a page of the node.
+    """
+    held = [*holds.values(), *(node for entry in quarantine.entries for node in entry.nodes)]
+    locks: dict[Node, int] = {}
+    for node in held:
+        step: Node | None = node
+        while step is not None and step.parent is not None:
+            locks[step] = locks.get(step, 0) + 1
+            step = step.parent
+    for node in tree.nodes():
+        if node.locks != locks.get(node, 0):
+            raise LawViolation(
+                f"cached page {node.pages[0]} is locked {node.locks} times, but "
+                f"{locks.get(node, 0)} requests and events hold it"
+            )
+
+
 def check_shared(ledger: Ledger, tree: RadixTree, holds: dict[int, Node]) -> None:
     """The shared pages of each row are those of the path it holds in the prefix cache.
 
@@ -95,7 +116,8 @@ def check_pages(
         )
     found = np.bincount(ids, minlength=pool.num_pages + 1)
     found[0] = 1
-    wrong = (found != 1).nonzero()[0]
+    # A page in two hands is told before one that is lost, which is often its other half.
+    wrong = np.concatenate(((found > 1).nonzero()[0], (found < 1).nonzero()[0]))
     if wrong.size:
         page = int(wrong[0])
         have = [describe_holder(int(place)) for place in places[ids == page][:2]]
@@ -112,6 +134,10 @@ def check_pages(
             f"page {ids[at]} of group '{pool.group}' is with {describe_holder(int(places[at]))}, "
             f"but recorded with {describe_holder(int(holder[at]))}"
         )
+    if pool.waiting != parts[1][0].size:
+        raise LawViolation(
+            f"group '{pool.group}' counts {pool.waiting} waiting pages, but {parts[1][0].size} wait"
+        )
 
 
 def check_row_ids(ledger: Ledger, quarantine: Quarantine) -> None:
@@ -121,8 +147,17 @@ def check_row_ids(ledger: Ledger, quarantine: Quarantine) -> None:
         LawViolation: naming the row.
     """
     rows = np.concatenate((ledger.live(), ledger.free_row_ids(), quarantine.row_ids()))
+    waiting = quarantine.row_ids().size
+    if ledger.waiting_rows != waiting:
+        raise LawViolation(f"{ledger.waiting_rows} rows are counted as waiting, but {waiting} wait")
+    outside = ((rows < 1) | (rows > ledger.max_requests)).nonzero()[0]
+    if outside.size:
+        raise LawViolation(
+            f"row {rows[outside[0]]} does not exist (1..{ledger.max_requests}), but stands among "
+            "the free or waiting rows"
+        )
     found = np.bincount(rows, minlength=ledger.max_requests + 1)
-    found[0] += 1
+    found[0] = 1
     wrong = (found != 1).nonzero()[0]
     if wrong.size:
         raise LawViolation(

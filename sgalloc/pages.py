@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from sgalloc.errors import NotHeld
 from sgalloc.inputs import Int64
 
 Int32 = NDArray[np.int32]
@@ -79,7 +80,7 @@ class PagePool:
         """Take ``ids`` back from ``holder``; a page it does not hold, or one twice, is refused.
 
         Raises:
-            ValueError: an id is out of range, named twice, or held by another; nothing changed.
+            NotHeld: an id is out of range, named twice, or held by another; nothing changed.
         """
         self.holder[self._verified(ids, holder)] = FREE
         self._stack[self.free : self.free + ids.size] = ids[::-1]
@@ -89,7 +90,7 @@ class PagePool:
         """Change the holder of ``ids``: to the prefix cache, or into quarantine.
 
         Raises:
-            ValueError: as `give`.
+            NotHeld: as `give`.
         """
         self.holder[self._verified(ids, holder)] = to
         if isinstance(to, int) and to == WAITING:
@@ -109,7 +110,7 @@ class PagePool:
         low, high = int(pages[pages.argmin()]), int(pages[pages.argmax()])
         if low < 1 or high > self.num_pages:
             bad = low if low < 1 else high
-            raise ValueError(
+            raise NotHeld(
                 f"page {bad} is not in group '{self.group}' (1..{self.num_pages}): "
                 "give back only pages that were taken"
             )
@@ -117,11 +118,12 @@ class PagePool:
         self._mark[pages] = order
         wrong = (self._mark.take(pages) != order).nonzero()[0]
         if wrong.size:
-            raise ValueError(f"page {pages[wrong[0]]} is named twice: name each page once")
-        wrong = (self.holder.take(pages) != holder).nonzero()[0]
+            raise NotHeld(f"page {pages[wrong[0]]} is named twice: name each page once")
+        held = self.holder.take(pages)
+        wrong = ((held != holder) | (held == FREE)).nonzero()[0]
         if wrong.size:
             page = int(pages[wrong[0]])
-            raise ValueError(
+            raise NotHeld(
                 f"page {page} is held by {describe_holder(int(self.holder[page]))}: "
                 "only its holder can give it back"
             )

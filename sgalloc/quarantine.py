@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sgalloc.events import is_done
 from sgalloc.inputs import Int64
 from sgalloc.ledger import Ledger
-from sgalloc.pages import WAITING, Int32, PagePool
+from sgalloc.pages import Int32, PagePool
 from sgalloc.prefix import Node, RadixTree
 
 
@@ -69,24 +70,3 @@ class Quarantine:
         """The rows that wait, int64."""
         parts = [entry.rows for entry in self.entries]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
-def is_done(event: Any) -> bool:
-    """Whether ``event`` is done, by its ``query()`` or its ``done``.
-
-    Raises:
-        TypeError: it has neither.
-    """
-    query = getattr(event, "query", None)
-    if callable(query):
-        return bool(query())
-    done = getattr(event, "done", None)
-    if done is None:
-        raise TypeError(
-            f"after= needs an event with query() or done, got {event!r}: "
-            "pass the event that follows the last reader"
-        )
-    return bool(done() if callable(done) else done)
-
-
-__all__ = ["WAITING", "Quarantine", "is_done"]

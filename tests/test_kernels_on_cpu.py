@@ -3,74 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
-from cuda_on_cpu.emulator import CUDA, HERE, Buffer, Emulator, build, require_compiler
-from kernel_support import (
-    Export,
+from cuda_on_cpu.emulator import Buffer, Emulator, kernels
+from cuda_on_cpu.launches import Export, assign, export, watermarks
+from cuda_on_cpu.tables import (
+    PAGE_SIZES,
     Growth,
-    Replays,
-    Rng,
-    Scan,
     Table,
-    assign,
-    expect_growth,
-    export,
     quad_shift,
-    watermarks,
+    some_growths,
+    some_launch,
+    some_width,
 )
 
 from sgalloc.device.kernels import Geometry
 
-PAGE_SIZES = (1, 2, 3, 4, 5, 16, 64, 128, 1000)
 each_page_size = pytest.mark.parametrize("size", PAGE_SIZES)
-# The first row whose entries lie past 2**31, and a table of whole rows, or rows that end in a piece.
+# Behind so many rows of a thousand slots, entries lie past 2**31.
 FAR_ROW = 3_000_001
 
 
 @pytest.fixture(scope="module")
 def cpu() -> Iterator[Emulator]:
-    require_compiler()
-    program = build().program("kernels", [*sorted(CUDA.glob("*.cu")), HERE / "probes.cu"])
-    with Emulator(program) as emulator:
+    with Emulator(kernels()) as emulator:
         yield emulator
-
-
-def some_launch(rng: Rng, grid: int | None = None) -> dict[str, Any]:
-    """A grid, a block size, an order of the blocks, how many run at a time, and a seed."""
-    grid = int(rng.choice([1, 2, 3, 7, 40])) if grid is None else grid
-    return {
-        "grid": grid,
-        "threads": int(rng.choice([32, 64, 96, 256])),
-        "order": rng.permutation(grid).tolist(),
-        "resident": int(rng.integers(1, min(grid, 5) + 1)),
-        "seed": int(rng.integers(1000)),
-    }
-
-
-def some_width(rng: Rng, size: int, row_pages: int) -> int:
-    """A row of so many pages, that ends in a piece of a page as often as not."""
-    return row_pages * size + int(rng.choice([0, 0, rng.integers(size)]))
-
-
-def some_growths(rng: Rng, rows: int, row_pages: int, size: int, even: bool) -> list[Growth]:
-    """Requests that grow, or only ask for slots, or do neither."""
-    growths = []
-    each = int(rng.integers(1, 2 * size + 1))
-    for row in rng.permutation(rows)[: rng.integers(rows + 1)].tolist():
-        old = int(rng.integers(row_pages + 1))
-        new = int(rng.integers(row_pages - old + 1)) if rng.random() < 0.8 else 0
-        extent = (old + new) * size
-        asked = 0
-        if even:
-            asked = each if each <= extent else 0
-        elif rng.random() < 0.7:
-            asked = int(rng.integers(min(extent, 3 * size) + 1))
-        start = int(rng.integers(extent - asked + 1))
-        growths.append(Growth(row, old, new, start, asked))
-    return growths
 
 
 @each_page_size
@@ -209,119 +167,27 @@ def test_insertion_is_behind_equals(cpu: Emulator) -> None:
             assert found.data.tolist() == wanted.tolist()
 
 
-def some_requests(
-    rng: Rng, n: int, size: int, row_pages: int, most: int
-) -> tuple[np.ndarray[Any, Any], ...]:
-    """Rows, committed and allocated lengths, and reserves of up to `most` that fit."""
-    extent = row_pages * size
-    committed = rng.integers(0, extent + 1, n)
-    room = extent // size - -(-committed // size)
-    ahead = rng.integers(0, room + 1) * (rng.random(n) < 0.3)
-    allocated = (-(-committed // size) + ahead) * size
-    reserves = np.minimum(rng.integers(0, most + 1, n), extent - committed)
-    rows = rng.permutation(n + 3)[:n]
-    return tuple(a.astype(np.int32) for a in (rows, committed, allocated, reserves))
-
-
-@each_page_size
-def test_page_watermarks_rounds_counts_picks_and_writes(cpu: Emulator, size: int) -> None:
-    rng = np.random.default_rng(size)
-    for n in (1, 2, 31, 1023, 1024, 1025, 2500):
-        row_pages = int(rng.integers(1, 6))
-        rows, committed, allocated, reserves = some_requests(rng, n, size, row_pages, 3 * size)
-        equal = bool(rng.integers(2))
-        if equal:
-            committed = np.minimum(committed, row_pages * size - size)
-        table = Table(
-            n + 3,
-            some_width(rng, size, row_pages),
-            size,
-            with_pages=bool(rng.integers(2)),
-            lead=int(rng.choice([0, 0, 16, 4])),
-        )
-        how = some_launch(rng, grid=-(-n // 1024))
-        watermarks(
-            cpu,
-            table,
-            rows,
-            committed,
-            allocated,
-            int(rng.integers(size + 1)) if equal else reserves,
-            rng,
-            tile_pages=int(rng.choice([1, 3, 256, 1000, 1024])) if n < 100 else 1024,
-            **{name: how[name] for name in ("order", "resident", "seed")},
-        )
-
-
-@pytest.mark.parametrize("order", ["up", "down", "drawn"])
-@pytest.mark.parametrize("resident", [1, 3, 9])
-def test_page_watermarks_in_every_order_of_its_blocks(
-    cpu: Emulator, order: str, resident: int
-) -> None:
-    rng = np.random.default_rng(resident)
-    n, size = 9000, 4
-    for seed in range(2):
-        blocks = {"up": range(9), "down": range(8, -1, -1), "drawn": rng.permutation(9)}[order]
-        rows, committed, allocated, reserves = some_requests(rng, n, size, 4, 3 * size)
-        how = {"order": list(blocks), "resident": resident, "seed": seed + 1}
-        watermarks(cpu, Table(n + 3, 16, size), rows, committed, allocated, reserves, rng, **how)
-
-
-def test_a_tile_waits_for_many_that_know_only_their_own_sum(cpu: Emulator) -> None:
-    """The first block is held up, so that others hear 32 aggregates and have to look further."""
-    rng = np.random.default_rng(5)
-    n = 40 * 1024 - 7
-    rows, committed, allocated, reserves = some_requests(rng, n, 2, 3, 4)
-    table = Table(n + 3, 6, 2)
-    how = {"resident": 40, "stall": True, "seed": 2}
-    stats = watermarks(cpu, table, rows, committed, allocated, reserves, rng, **how)
-    assert stats.spins > 0
-    assert stats.empty_ballots > 0
-
-
-def test_page_watermarks_with_no_need_and_with_a_huge_one(cpu: Emulator) -> None:
-    rng = np.random.default_rng(6)
-    n, size, row_pages = 3000, 16, 4000
-    rows = np.arange(1, n + 1, dtype=np.int32) % 5
-    # Only one request of a row may grow; all the others hold what they want.
-    for greedy in (None, 0, 1023, 1024, n - 1):
-        committed = np.full(n, 30, np.int32)
-        allocated = np.full(n, 48, np.int32)
-        reserves = rng.integers(0, 19, n).astype(np.int32)
-        if greedy is not None:
-            reserves[greedy] = row_pages * size - 30
-        table = Table(5, row_pages * size, size)
-        how = {"resident": 3, "seed": 3}
-        watermarks(cpu, table, rows, committed, allocated, reserves, rng, **how)
-
-
-def test_page_watermarks_up_to_the_last_slot_of_32_bits(cpu: Emulator) -> None:
-    """Extents near 2**31 are rounded without running over; nothing is left to be written."""
+@pytest.mark.parametrize(("size", "rest"), [(1000, 647), (1000, 0), (5, 2)])
+def test_the_last_slots_of_the_widest_row(cpu: Emulator, size: int, rest: int) -> None:
+    """Lengths near 2**31, and rows as wide: only the last four pages of one row are there."""
     rng = np.random.default_rng(7)
-    size = 1000
     extent = (2**31 - 1) // size * size
-    table = Table(2, 2000, size)
-    table.row_pages = extent // size
-    committed = np.array([extent, extent - 5, extent - 999], np.int32)
+    pages = extent // size
+    there = {"first_row": 3, "first_page": pages - 4}
+    assert extent + rest < 2**31
+    for runs in (False, True):
+        table = Table(1, extent + rest, size, **there)
+        growths = [Growth(0, pages - 2, 2, extent - 3 * size, 3 * size)]
+        assign(cpu, table, growths, rng, runs=runs)
+    # Requests that hold all they can: the marks round up past 2**31, and nothing is to be done.
+    full = np.array([extent, extent - 1, extent - size + 1], np.int32)
     rows, allocated = np.zeros(3, np.int32), np.full(3, extent, np.int32)
-    watermarks(cpu, table, rows, committed, allocated, np.array([0, 5, 999], np.int32), rng)
-
-
-@pytest.mark.parametrize(
-    ("epoch", "tickets"), [(1, 0), (2**30 - 7, 2**32 - 9)], ids=["first", "last"]
-)
-def test_launches_in_a_row_share_words_and_ticket(cpu: Emulator, epoch: int, tickets: int) -> None:
-    """What earlier launches left in the words, of more tiles or fewer, is not taken for new."""
-    rng = np.random.default_rng(8)
-    scan = Scan(5, epoch, tickets)
-    for n in (5000, 900, 4000, 5000, 2100, 5000):
-        rows, committed, allocated, reserves = some_requests(rng, n, 3, 4, 9)
-        how = {"resident": 4, "seed": int(rng.integers(100)), "stall": bool(rng.integers(2))}
-        words = scan.words.data.copy()
-        tiles = -(-n // 1024)
-        watermarks(cpu, Table(n + 3, 13, 3), rows, committed, allocated, reserves, rng, scan, **how)
-        assert (scan.words.data[tiles:] == words[tiles:]).all()
-        assert (scan.words.data[:tiles] >> np.uint64(34) == scan.epoch - 1).all()
+    for reserve in (0, np.array([0, 1, size - 1], np.int32)):
+        table = Table(1, extent + rest, size, **there)
+        watermarks(cpu, table, rows, full, allocated, reserve, rng)
+    allocated[1] = extent - 3 * size
+    table = Table(1, extent + rest, size, **there)
+    watermarks(cpu, table, rows, allocated, allocated, np.array([0, 3 * size, 0], np.int32), rng)
 
 
 @each_page_size
@@ -347,40 +213,6 @@ def test_export_pages_without_one_output_or_with_it_alone(cpu: Emulator, missing
         Export(False, False, False, False)._replace(**{missing: True}),
     ):
         export(cpu, Table(4, 20, 4), rows, lengths, 5, rng, asked)
-
-
-def test_replays_apply_one_staged_step_each(cpu: Emulator) -> None:
-    rng = np.random.default_rng(10)
-    for size in (1, 4, 6):
-        table = Table(4, 40 * size, size)
-        replays = Replays(table, ring=3, stride=1024)
-        applied, held = 0, [0] * 4
-        waiting: list[tuple[list[Growth], Any]] = []
-        for turn in range(14):
-            while len(waiting) < 3 and rng.random() < 0.5:
-                rows = rng.permutation(4)[: rng.integers(1, 4)].tolist()
-                growths = [Growth(row, held[row], 1 + turn % 2) for row in rows]
-                for growth in growths:
-                    held[growth.row] += growth.new
-                ids = replays.stage(growths, rng, runs=bool(rng.integers(2)))
-                waiting.append((growths, ids))
-            if waiting:
-                growths, ids = waiting.pop(0)
-                expect_growth(table, growths, ids)
-                applied += 1
-            replays.replay(cpu, tile=2, **some_launch(rng))
-            replays.check(applied)
-
-
-def test_replays_count_on_past_32_bits(cpu: Emulator) -> None:
-    rng = np.random.default_rng(11)
-    table = Table(1, 40, 4)
-    replays = Replays(table, ring=4, stride=512, before=2**32 - 2)
-    for turn in range(4):
-        growths = [Growth(0, turn, 1)]
-        expect_growth(table, growths, replays.stage(growths, rng))
-        replays.replay(cpu, grid=2, threads=32, tile=1)
-        replays.check(2**32 - 1 + turn)
 
 
 @pytest.mark.parametrize("address", [1 << 20, (1 << 20) + 4])

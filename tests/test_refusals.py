@@ -245,7 +245,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[World], Any], type[Exception], str]] = {
         lambda w: w.alloc.extend(w.h, 12, after=12345), TypeError, "12345"
     ),
     "write after an undone event": (
-        lambda w: w.alloc.decode(w.h, after=Query()), TypeError, "after"
+        lambda w: w.alloc.decode(w.h, after=Query()), sgalloc.WrongState, "after"
     ),
     "release after a number": (lambda w: w.alloc.release(w.h, after=5), TypeError, "5"),
     "release after a bool": (lambda w: w.alloc.release(w.h, after=True), TypeError, "True"),

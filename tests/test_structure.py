@@ -36,6 +36,8 @@ FLOORS = {
     "sgalloc.growing": 3,
     "sgalloc.returning": 3,
     "sgalloc.laws": 3,
+    "sgalloc.exports": 3,
+    "sgalloc.holdings": 3,
     "sgalloc.transfer": 3,
     "sgalloc.groups": 3,
     "sgalloc.trust": 3,

@@ -14,8 +14,6 @@ import sgalloc
 
 def test_signatures() -> None:
     expected = {
-        "__init__": "num_pages, page_size, max_requests, row_width, device='auto', "
-        "prefix_cache=False",
         "open": "count=1, namespace=None",
         "rows": "x",
         "committed": "x",
@@ -44,6 +42,12 @@ def test_signatures() -> None:
         parameters = list(inspect.signature(getattr(sgalloc.KVAllocator, verb)).parameters.values())
         plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters[1:]]
         assert str(inspect.Signature(plain)) == f"({wanted})", verb
+    options = inspect.signature(sgalloc.KVAllocator).parameters
+    assert list(options)[:4] == ["num_pages", "page_size", "max_requests", "row_width"]
+    assert all(options[name].default is inspect.Parameter.empty for name in list(options)[:4])
+    defaults = {name: option.default for name, option in list(options.items())[4:]}
+    assert defaults["device"] == "auto" and defaults["prefix_cache"] is False
+    assert all(value in (None, False, "auto") for value in defaults.values())
     alloc = make(4, 16, prefix_cache=True)
     assert list(inspect.signature(alloc.prefix.match).parameters) == ["tokens", "namespace"]
     assert list(inspect.signature(alloc.prefix.publish).parameters) == ["x", "tokens", "after"]

@@ -1,4 +1,4 @@
-"""Plans, fits, batches: what a call would do, asked before it is done."""
+"""Plans and fits: what a call would do, asked before it is done."""
 
 from __future__ import annotations
 
@@ -271,77 +271,10 @@ class TestFits:
                     alloc.reserve(stay, reserve)
 
 
-class TestBatch:
-    def test_is_taken_like_handles_and_keeps_its_own_copy(self) -> None:
-        alloc, h = running()
-        names = h.copy()
-        batch = alloc.batch(names)
-        names[:] = 0
-        assert isinstance(batch, sgalloc.Batch) and len(batch) == 4
-        assert batch.handles.tolist() == h.tolist()
-        assert alloc.rows(batch).tolist() == alloc.rows(h).tolist()
-        assert alloc.batch(batch).handles.tolist() == h.tolist()
-
-    def test_stays_good_while_its_requests_grow_and_others_come_and_go(self) -> None:
-        alloc, h = running()
-        batch = alloc.batch(h[:2])
-        alloc.open()
-        alloc.decode(batch)
-        alloc.release(h[2])
-        alloc.decode(batch)
-        alloc.trim(batch, 5)
-        assert alloc.committed(batch).tolist() == [5, 5]
-
-    @pytest.mark.parametrize("reused", [False, True], ids=["row free", "row taken again"])
-    def test_is_refused_once_one_of_its_requests_went_away(self, reused: bool) -> None:
-        alloc, h = running()
-        batch = alloc.batch(h)
-        alloc.decode(batch)
-        alloc.release(h[1])
-        if reused:
-            alloc.open(5)  # the free row is among them
-        for verb in (alloc.decode, alloc.committed, alloc.release, alloc.batch):
-            for _ in range(2):
-                with unchanged(alloc), pytest.raises(sgalloc.StaleHandle):
-                    verb(batch)
-
-    def test_is_looked_up_again_only_after_some_request_went_away(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        alloc, h = running()
-        batch, other = alloc.batch(h[:3]), int(h[3])
-        looked: list[int] = []
-        ledger = type(alloc._ledger)
-        original = ledger.rows_of
-
-        def counted(self: Any, handles: Any) -> Any:
-            if not isinstance(handles, sgalloc.Batch):
-                looked.append(np.size(handles))
-            return original(self, handles)
-
-        monkeypatch.setattr(ledger, "rows_of", counted)
-        for _ in range(3):
-            alloc.decode(batch)
-            alloc.reserve(batch, 4)
-        assert looked == []
-        alloc.release(other)
-        looked.clear()
-        alloc.decode(batch)
-        alloc.decode(batch)
-        assert looked == [3]
-
-    @pytest.mark.parametrize("verb", ["decode", "rows", "release", "batch"])
-    def test_belongs_to_its_allocator(self, verb: str) -> None:
-        alloc, h = running()
-        twin, _ = running()
-        batch = alloc.batch(h)
+def test_a_plan_belongs_to_its_allocator() -> None:
+    alloc, h = running()
+    twin, _ = running()
+    plan = alloc.plan(decode=(h, 1))
+    for use in (lambda: twin.apply(plan), lambda: twin.fits(plan)):
         with unchanged(twin), pytest.raises(ValueError, match="another allocator"):
-            getattr(twin, verb)(batch)
-
-    def test_a_plan_belongs_to_its_allocator(self) -> None:
-        alloc, h = running()
-        twin, _ = running()
-        plan = alloc.plan(decode=(h, 1))
-        for use in (lambda: twin.apply(plan), lambda: twin.fits(plan)):
-            with unchanged(twin), pytest.raises(ValueError, match="another allocator"):
-                use()
+            use()

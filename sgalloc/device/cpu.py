@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from sgalloc.device.exported import Exported
 from sgalloc.device.ready import DONE, Done
+from sgalloc.errors import WrongState
+from sgalloc.events import is_done
 from sgalloc.inputs import Int64
 from sgalloc.ledger import spread, touch
 from sgalloc.pages import Int32
@@ -63,12 +65,13 @@ class CpuDevice:
         """Write the slots of ``ids`` where ``pages`` says, then gather; done on return.
 
         Raises:
-            TypeError: an ``after``, which a CPU cannot wait for.
+            WrongState: ``after`` is not done, and a CPU has no stream that could wait.
+            TypeError: ``after`` cannot be polled.
         """
-        if after is not None:
-            raise TypeError(
-                f"after={after!r} is for a stream to wait for, and the CPU has none: "
-                "call again when the event is done"
+        if after is not None and not is_done(after):
+            raise WrongState(
+                f"after={after!r} is not done, and the CPU has no stream that could wait for it: "
+                "call again when it is"
             )
         if pages is not None and ids is not None:
             slots = self._slots(ids)

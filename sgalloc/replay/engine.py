@@ -87,6 +87,14 @@ class Options:
             raise ValueError(f"admit is {self.admit!r}: give 'prompt' or 'chunk'")
         if self.spec.algorithm != "none" and self.acceptance is None:
             raise ValueError(f"speculation by {self.spec.algorithm} needs an acceptance model")
+        if self.acceptance is not None and self.spec.algorithm != "none":
+            kept = self.acceptance.draft_tokens + 1
+            step = sizing.alloc_len_per_decode(self.spec, self.page_size)
+            if kept > step:
+                raise ValueError(
+                    f"acceptance may keep {kept} tokens a step, but a step of {self.spec} has "
+                    f"{step}: draft more tokens, or accept fewer"
+                )
 
 
 class Engine:
@@ -245,6 +253,8 @@ class Engine:
                 self._totals.decoded += 1
                 if requests.produced[which] >= requests.goal[which]:
                     self._finish(np.array([which]))
+                elif upto + 1 >= requests.abort_at[which]:
+                    self._abort([which])
                 else:
                     joining.append(which)
         if joining:
@@ -259,7 +269,10 @@ class Engine:
         ):
             which = self._next_arrival
             self._next_arrival += 1
-            longest = int(requests.prompt[which] + requests.goal[which]) + self._reserve
+            # The last token put out needs no slot; a speculative step ends one before that.
+            longest = int(requests.prompt[which] + requests.goal[which]) - 1
+            if self._reserve and requests.goal[which] > 1:
+                longest += self._reserve - 1
             if sizing.num_pages_for(longest, options.page_size) > options.num_pages:
                 self._totals.refused += 1
             else:
@@ -280,7 +293,7 @@ class Engine:
                 self._totals.aborted += 1
                 self._queue.popleft()
                 continue
-            if self._still_blocked():
+            if active and self._still_blocked():
                 return True
             handle, matched = self._open(which)
             fill = requests.fill(which)
@@ -303,9 +316,11 @@ class Engine:
             self._prefilling.append(which)
             backlog += fill - matched
             totals = self._totals
-            totals.looked_up += fill
-            totals.hit += matched
-            if not requests.produced[which]:
+            if options.prefix_cache:
+                totals.looked_up += fill
+                totals.hit += matched
+            if not requests.admitted[which]:
+                requests.admitted[which] = True
                 totals.prompt_tokens += int(requests.prompt[which])
             totals.peak_running = max(totals.peak_running, active + 1)
         return False

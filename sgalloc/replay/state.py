@@ -19,6 +19,7 @@ class Requests:
         produced: tokens put out so far; the last of them has no KV yet, int64 ``(n,)``.
         handle: the allocator's handle, 0 while queued, int64 ``(n,)``.
         filled: tokens prefilled in the present stay, int64 ``(n,)``.
+        admitted: whether the request was ever admitted, bool ``(n,)``.
         abort_at: tokens of progress (prefilled and put out) at which the request is aborted.
     """
 
@@ -33,6 +34,7 @@ class Requests:
         self.produced: IntArray = np.zeros(n, np.int64)
         self.handle: IntArray = np.zeros(n, np.int64)
         self.filled: IntArray = np.zeros(n, np.int64)
+        self.admitted = np.zeros(n, np.bool_)
         self.abort_at: IntArray = np.full(n, NEVER)
         chosen = (rng.random(n) < abort_rate).nonzero()[0]
         span = self.prompt[chosen] + self.goal[chosen]

@@ -49,7 +49,8 @@ struct Block {
     unsigned rarity = 0;
     bool stalled = false;
     Word quiet = 0, quiet_since = 0;  // loads in a row, while no word was changed
-    char barrier_tokens[2] = {}, token = 0;
+    unsigned blocks = 0;  // how many ran here
+    char barrier_tokens[2] = {}, tokens[2] = {};
 
     void start(unsigned block) {
         index = block;
@@ -63,12 +64,15 @@ struct Block {
         if (processor->mapped == this) processor->mapped = nullptr;
         while (fibers.size() < threads) add_fiber();
         ready.clear();
+        ++blocks;
         for (unsigned t = 0; t < threads; ++t) {
             Fiber& fiber = *fibers[t];
             fiber.place = {{t, 0, 0}, {block, 0, 0}, {threads, 1, 1}, {launch.grid, 1, 1}};
             fiber.state = State::ready;
             fiber.loaded = nullptr;
             fiber.barriers = 0;
+            fiber.before = &tokens[(blocks - 1) % 2];
+            fiber.after = &tokens[blocks % 2];
             ready.push_back(&fiber);
         }
     }
@@ -77,7 +81,6 @@ struct Block {
         fibers.push_back(std::make_unique<Fiber>());
         Fiber& fiber = *fibers.back();
         fiber.block = this;
-        fiber.slot_token = &token;
         void* memory = mmap(nullptr, kGuard + kStack, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (memory == MAP_FAILED || mprotect(memory, kGuard, PROT_NONE)) fail("no stack to be had");
@@ -106,6 +109,8 @@ struct Block {
             processor->mapped = this;
         }
 #endif
+        if (launch.steps++ == launch.write_at)
+            memcpy(launch.written, launch.write.data(), launch.write.size());
         Word way = launch.seed % 4;  // upwards, downwards, or as it is drawn
         std::size_t at = way == 0   ? 0
                          : way == 1 ? ready.size() - 1
@@ -197,13 +202,6 @@ void prepare_slots() {
     while (slots.size() < launch.resident) slots.push_back(std::make_unique<Block>());
 }
 
-// The next block to start, or -1 where all were.
-long next_block() {
-    std::size_t at = launch.taken++;
-    if (at == launch.write_at) memcpy(launch.written, launch.write.data(), launch.write.size());
-    return at < launch.order.size() ? static_cast<long>(launch.order[at]) : -1;
-}
-
 void enter_processor(Processor& own, Word salt) {
     own = {};
     own.random = (launch.seed + 1) * 0x9E3779B97F4A7C15ull + salt * 0xD1B54A32D192ED03ull + 1;
@@ -246,8 +244,8 @@ void run_blocks() {
             Processor own;
             enter_processor(own, s);
             release(&launch.started);
-            for (long block; (block = next_block()) >= 0;) {
-                slots[s]->start(static_cast<unsigned>(block));
+            for (std::size_t at = s; at < launch.order.size(); at += launch.resident) {
+                slots[s]->start(launch.order[at]);
                 while (slots[s]->live) slots[s]->step();
             }
         });
@@ -260,11 +258,11 @@ void run_blocks() {
     Processor own;
     enter_processor(own, 0);
     prepare_slots();
-    for (;;) {
+    for (std::size_t taken = 0;;) {
         bool alive = false;
         for (std::size_t s = 0; s < launch.resident; ++s) {
-            long block = slots[s]->live ? -1 : next_block();
-            if (block >= 0) slots[s]->start(static_cast<unsigned>(block));
+            if (!slots[s]->live && taken < launch.order.size())
+                slots[s]->start(launch.order[taken++]);
             alive = alive || slots[s]->live;
         }
         if (!alive) return;

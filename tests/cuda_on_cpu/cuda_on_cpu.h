@@ -139,10 +139,17 @@ static inline unsigned __ballot_sync(unsigned mask, int predicate, int line = __
     return cuda_on_cpu::wait_for_warp(cuda_on_cpu::ballot, mask, predicate != 0, 0, line);
 }
 
-// Atomics order everything here; on a GPU atomicAdd orders nothing.
+// Atomics order everything here; on a GPU these two order nothing.
 static inline unsigned atomicAdd(unsigned* word, unsigned value) {
     cuda_on_cpu::about_to_change();
     return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL);
+}
+
+static inline unsigned atomicCAS(unsigned* word, unsigned expected, unsigned value) {
+    cuda_on_cpu::about_to_change();
+    __atomic_compare_exchange_n(
+        word, &expected, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    return expected;
 }
 
 static inline void __threadfence_system() {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import shutil
@@ -48,10 +49,17 @@ class BuildFailed(AssertionError):
 
 
 class Stats(NamedTuple):
-    """What a launch met: loads that waited for another thread, ballots that nobody voted for."""
+    """What a launch met.
+
+    Attributes:
+        spins: loads of a word that the same thread had loaded just before.
+        empty_ballots: ballots that nobody voted for.
+        steps: how often a thread was let go on.
+    """
 
     spins: int
     empty_ballots: int
+    steps: int
 
 
 @dataclass(eq=False)
@@ -77,7 +85,7 @@ class Buffer:
 
 
 class HostWrite(NamedTuple):
-    """A host's write of `value` at a byte offset, just before the block number `at` starts."""
+    """A host's write of `value` at a byte offset, when threads have gone on `at` times."""
 
     at: int
     buffer: Buffer
@@ -96,6 +104,30 @@ def require_compiler() -> None:
     """Skip the test where there is no g++."""
     if shutil.which("g++") is None:
         missing("no g++ on PATH to run the kernels on the CPU with")
+
+
+def require_tsan() -> None:
+    """Skip the test where ThreadSanitizer does not start, as on kernels with much ASLR."""
+    require_compiler()
+    done = subprocess.run([str(_empty_program())], capture_output=True, text=True, check=False)
+    if done.returncode:
+        report = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
+        missing(f"ThreadSanitizer does not start here: {report}")
+
+
+@lru_cache(maxsize=1)
+def _empty_program() -> Path:
+    program = build(tsan=True).folder / "empty"
+    program.with_suffix(".cpp").write_text("int main() {}\n", encoding="utf-8")
+    _compile([["g++", *TSAN, str(program.with_suffix(".cpp")), "-o", str(program)]])
+    return program
+
+
+@lru_cache(maxsize=1)
+def kernels() -> Path:
+    """The program that serves every kernel of the sources, and the probes; made once a session."""
+    require_compiler()
+    return build().program("kernels", [*sorted(CUDA.glob("*.cu")), HERE / "probes.cu"])
 
 
 @lru_cache(maxsize=2)
@@ -270,15 +302,15 @@ class Emulator:
             parts += [_word(host_write.at), _word(number(host_write.buffer))]
             parts += [_word(host_write.offset), _text(host_write.value)]
         answer = self._exchange(b"".join(parts))
-        spins, empty_ballots = struct.unpack_from("<QQ", answer)
-        at = 16
+        stats = Stats(*struct.unpack_from("<QQQ", answer))
+        at = 24
         for b in buffers:
             if b.writable:
                 shape, dtype, size = b.data.shape, b.data.dtype, b.data.nbytes
                 b.data[...] = np.frombuffer(answer[at : at + size], dtype).reshape(shape)
                 at += size
         assert at == len(answer)
-        return Stats(spins, empty_ballots)
+        return stats
 
     def _exchange(self, request: bytes) -> bytes:
         process = self._start()
@@ -315,10 +347,8 @@ class Emulator:
 
     def _drop(self) -> None:
         assert self._process and self._process.stdin and self._process.stdout and self._errors
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
         self._process.stdout.close()
         self._errors.close()
         self._process = None

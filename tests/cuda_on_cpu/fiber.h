@@ -27,7 +27,7 @@ struct Fiber {
     unsigned barriers;   // how many it has passed
     const void* loaded;  // the word that it loaded last, if it did nothing since
     Block* block;
-    char* slot_token;  // what the threads of an earlier block in the same place did
+    char *before, *after;  // tokens: of the last block in the same place, and of this one
     ucontext_t context;
     char* stack;
     void* fake_stack;
@@ -93,9 +93,9 @@ inline void run_fiber() {
     Fiber& fiber = *processor->running;
     for (;;) {
         acquire(&launch.started);
-        acquire(fiber.slot_token);
+        acquire(fiber.before);
         launch.kernel->run(launch.arguments.data());
-        release(fiber.slot_token);
+        release(fiber.after);
         release(&launch.returned);
         fiber.state = State::returned;
         leave(fiber);

@@ -112,8 +112,8 @@ void serve(Request& request, int out) {
     launch.seed = request.word();
     launch.stall = request.word();
     launch.order.resize(request.word());
-    for (Word& block : launch.order) block = request.word();
-    launch.taken = 0;
+    for (unsigned& block : launch.order) block = static_cast<unsigned>(request.word());
+    launch.steps = 0;
     launch.spins = launch.empty_ballots = 0;
 
     std::vector<Array> arrays(request.word());
@@ -146,7 +146,7 @@ void serve(Request& request, int out) {
 
     run_blocks();
 
-    std::vector<char> answer(24);
+    std::vector<char> answer(32);
     for (std::size_t number = 0; number < arrays.size(); ++number) {
         Array& array = arrays[number];
 #ifdef __SANITIZE_ADDRESS__
@@ -156,7 +156,7 @@ void serve(Request& request, int out) {
         if (array.writable) answer.insert(answer.end(), array.data(), array.data() + array.size);
         free(array.memory);
     }
-    const Word head[3] = {answer.size() - 8, launch.spins, launch.empty_ballots};
+    const Word head[] = {answer.size() - 8, launch.spins, launch.empty_ballots, launch.steps};
     memcpy(answer.data(), head, sizeof head);
     if (!transfer(out, answer.data(), answer.size(), true)) _exit(4);
 }

@@ -14,10 +14,10 @@ struct Launch {
     unsigned grid, threads, resident;
     Word seed;
     bool stall;  // the block that comes first to an atomic goes on only when all others wait
-    std::vector<Word> order;
-    std::atomic<std::size_t> taken;
-    // A host's write to `written`, which comes just before the block number `write_at` starts.
+    std::vector<unsigned> order;
+    // A host's write to `written`, which comes when threads were let go on `write_at` times.
     Word write_at;
+    std::atomic<Word> steps;
     char* written;
     std::vector<char> write;
     // What the kernel did: loads of a word loaded just before, ballots that nobody voted for.

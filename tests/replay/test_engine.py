@@ -65,7 +65,8 @@ def req(prompt, output=1, arrival=0.0, blocks=None) -> TraceRequest:
 
 
 def engine(*requests, **options) -> Watched:
-    chosen = {"num_pages": 50, "page_size": PAGE, "step_time": SECOND, "check_every": 1} | options
+    usual = {"num_pages": 50, "page_size": PAGE, "device": "cpu"}
+    chosen = usual | {"step_time": SECOND, "check_every": 1} | options
     return Watched(Workload("small", list(requests), 0, []), Options(**chosen))
 
 
@@ -466,6 +467,7 @@ def test_a_share_is_aborted_at_random_points_and_all_comes_back(spec):
     options = Options(
         num_pages=2_000,
         page_size=16,
+        device="cpu",
         speed=20.0,
         abort_rate=0.4,
         check_every=20,
@@ -620,6 +622,7 @@ def seeded(seed: int) -> dict[str, object]:
     options = Options(
         num_pages=3_000,
         page_size=16,
+        device="cpu",
         speed=10.0,
         abort_rate=0.2,
         headroom=0,
@@ -638,7 +641,9 @@ def test_the_same_seed_gives_the_same_recording():
 
 def test_samples_and_times_agree_with_the_totals():
     workload = generate("chat", 150, seed=2)
-    options = Options(num_pages=2_500, page_size=64, speed=20.0, headroom=0, check_every=50)
+    options = Options(
+        num_pages=2_500, page_size=64, speed=20.0, headroom=0, check_every=50, device="cpu"
+    )
     recording = proven(Engine(workload, options).run())
     samples = {name: np.array(values) for name, values in recording.samples.items()}
     assert len({values.size for values in samples.values()}) == 1
@@ -659,7 +664,7 @@ def test_samples_and_times_agree_with_the_totals():
 
 def test_the_record_says_what_was_run():
     workload = Workload("two small ones", [req(4), req(5)], 0, [])
-    options = Options(num_pages=60, page_size=PAGE, device="auto")
+    options = Options(num_pages=60, page_size=PAGE, device="cpu")
     recording = Engine(workload, options, config={"answer": 42}).run()
     assert recording.config == {"answer": 42}
     assert (recording.workload, recording.device) == ("two small ones", "cpu")
@@ -827,6 +832,12 @@ def test_speculation_without_an_acceptance_model_is_refused(algorithm):
     spec = SpecConfig(algorithm, steps=3, topk=1, draft_tokens=4)
     with pytest.raises(ValueError, match=f"{algorithm}.*acceptance"):
         Options(num_pages=10, spec=spec)
+
+
+def test_a_model_that_accepts_more_than_is_reserved_is_refused():
+    spec = SpecConfig("eagle", steps=1, topk=1, draft_tokens=1)  # reserves 2
+    with pytest.raises(ValueError, match="acceptance"):
+        engine(req(4, output=9), spec=spec, acceptance=Acceptance(15, p=1.0))
 
 
 @pytest.mark.parametrize("spec", ["none", "eagle"])

@@ -23,7 +23,9 @@ def prompt(blocks, tokens=None) -> TraceRequest:
 
 
 def fed(requests, num_pages, **options) -> PrefixHits:
-    return replay_prefixes(Workload("small", requests, 0, []), num_pages, **options)
+    return replay_prefixes(
+        Workload("small", requests, 0, []), num_pages, **({"device": "cpu"} | options)
+    )
 
 
 # Worked out by hand
@@ -160,7 +162,9 @@ def conversation(traces_dir) -> Workload:
 @pytest.mark.parametrize("num_pages", PUBLISHED, ids=lambda n: f"{n} pages" if n else "unbounded")
 def test_the_conversation_trace_hits_as_often_as_published(conversation, num_pages, share_partial):
     blocks = sum(len(request.blocks) for request in conversation.requests)
-    found = replay_prefixes(conversation, num_pages or blocks, share_partial=share_partial)
+    found = replay_prefixes(
+        conversation, num_pages or blocks, share_partial=share_partial, device="cpu"
+    )
     assert found.blocks == blocks
     assert 100 * found.rate == pytest.approx(PUBLISHED[num_pages][share_partial], abs=0.1)
     assert (found.evicted == 0) is (num_pages is None)

@@ -27,7 +27,13 @@ ROWS = {AZURE: 8_819, MOONCAKE: 12_031}
 # Arrivals are squeezed until the pool is what limits, and prefill is five times as fast as the
 # default, since then decoding, where requests outgrow the pool, is the larger part of a step.
 FAST = StepTime(per_prefill_token=1e-5)
-COMMON = {"admit": "chunk", "headroom": 0, "running_limit": 512, "step_time": FAST}
+COMMON = {
+    "admit": "chunk",
+    "headroom": 0,
+    "running_limit": 512,
+    "step_time": FAST,
+    "device": "cpu",
+}
 EAGLE = {
     "spec": SpecConfig("eagle", steps=5, topk=8, draft_tokens=64),
     "acceptance": Acceptance(5, mean=3.03),

@@ -8,102 +8,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from cuda_on_cpu.emulator import Buffer, Emulator, Stats
+from cuda_on_cpu.tables import (
+    Growth,
+    Int32,
+    Rng,
+    Table,
+    distinct,
+    expect_growth,
+    fresh_ids,
+    own_old_pages,
+)
 from numpy.typing import NDArray
-
-Int32 = NDArray[np.int32]
-Rng = np.random.Generator
 
 NEVER = 2**31 - 1  # `first_new` of a request that this launch gives no page
 STEP = struct.Struct("<6iQ8iI15i")  # struct Step of assign_pages.cu
+SERIAL_AT = 64
 assert STEP.size == 128
-
-
-def distinct(count: int) -> Int32:
-    """Poison: negative, and no two alike, so that a wrong copy shows as well as a wrong write."""
-    return -1 - np.arange(count, dtype=np.int32)
-
-
-def quad_shift(page_size: int, row_width: int, lead: int) -> int:
-    """What the host passes: log2 of the 16-byte stores of a page, -1 no power, -2 not aligned."""
-    if page_size % 4 or row_width % 4 or lead % 16:
-        return -2
-    quads = page_size // 4
-    return quads.bit_length() - 1 if quads & (quads - 1) == 0 else -1
-
-
-class Table:
-    """A device table and its page table on the CPU, beside what they should hold.
-
-    Rows below `first_row` are not there, though the kernel addresses the others behind them.
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        row_width: int,
-        page_size: int,
-        *,
-        with_pages: bool = True,
-        lead: int = 0,
-        first_row: int = 0,
-    ) -> None:
-        self.row_width, self.page_size, self.first_row = row_width, page_size, first_row
-        self.row_pages = row_width // page_size
-        self.slots = Buffer(
-            distinct(rows * row_width).reshape(rows, row_width),
-            writable=True,
-            lead=lead,
-            bias=4 * first_row * row_width,
-        )
-        self.pages = Buffer(
-            distinct(rows * self.row_pages).reshape(rows, -1),
-            writable=True,
-            bias=4 * first_row * self.row_pages,
-        )
-        self.with_pages = with_pages
-        self.lead = lead
-        self.want_slots: Int32
-        self.want_pages: Int32
-        self.expect()
-
-    def expect(self) -> None:
-        """What is there now is what should stay."""
-        self.want_slots, self.want_pages = self.slots.data.copy(), self.pages.data.copy()
-
-    def law(self, row: int, number: int, page_id: int) -> None:
-        """The row law for one page: it should be in the row, under its number."""
-        size = self.page_size
-        self.want_slots[row, number * size : (number + 1) * size] = page_id * size + np.arange(size)
-        if self.with_pages:
-            self.want_pages[row, number] = page_id
-
-    @property
-    def arguments(self) -> list[Any]:
-        """The leading arguments of every kernel that writes the table."""
-        return [
-            self.slots,
-            self.pages if self.with_pages else None,
-            np.int64(self.row_width),
-            np.int32(self.row_pages),
-            np.int32(self.page_size),
-            np.int32(quad_shift(self.page_size, self.row_width, self.lead)),
-        ]
-
-    def check(self) -> None:
-        """Every entry that should have been written was, and no other."""
-        np.testing.assert_array_equal(self.slots.data, self.want_slots)
-        np.testing.assert_array_equal(self.pages.data, self.want_pages)
-
-
-class Growth(NamedTuple):
-    """A request that grows, or only reads: it holds `old` pages, gets `new` ones, and asks for
-    the slots of `asked` positions from `start` on."""
-
-    row: int
-    old: int
-    new: int
-    start: int = 0
-    asked: int = 0
 
 
 def step_of(
@@ -163,27 +83,6 @@ def step_of(
     return Buffer(data, holes=holes, links={24: out}), out
 
 
-def expect_growth(table: Table, growths: Sequence[Growth], ids: Int32) -> Int32:
-    """Put into `table` what should be there after the step; the slots that `out` should hold."""
-    left = iter(ids.tolist())
-    for growth in growths:
-        for number in range(growth.old, growth.old + growth.new):
-            table.law(growth.row, number, next(left))
-    return np.concatenate(
-        [table.want_slots[g.row, g.start : g.start + g.asked] for g in growths]
-        or [np.empty(0, np.int32)]
-    )
-
-
-def own_old_pages(table: Table, growths: Sequence[Growth], rng: Rng) -> None:
-    """Give the rows the pages that they already hold, with ids below 10,000."""
-    for growth in growths:
-        for number in range(growth.old):
-            table.law(growth.row, number, int(rng.integers(1, 10_000)))
-    table.slots.data[...] = table.want_slots
-    table.pages.data[...] = table.want_pages
-
-
 def assign(
     emulator: Emulator,
     table: Table,
@@ -208,16 +107,6 @@ def assign(
     table.check()
     np.testing.assert_array_equal(out.data, slots)
     return stats
-
-
-def fresh_ids(rng: Rng, count: int, page_size: int) -> Int32:
-    """Page ids in no order, from 10,000 to the largest whose slots are 32 bits."""
-    last = (2**31 - 1) // page_size - 1
-    if not count:
-        return np.empty(0, np.int32)
-    stride = max(1, (last - 10_000) // count)
-    ids = last - stride * rng.permutation(count)
-    return ids.astype(np.int32)
 
 
 class Scan:
@@ -293,6 +182,9 @@ class Export(NamedTuple):
     last_page_len: bool = True
 
 
+ALL = Export()
+
+
 def export(
     emulator: Emulator,
     table: Table,
@@ -300,7 +192,7 @@ def export(
     lengths: Int32,
     width: int,
     rng: Rng,
-    asked: Export = Export(),
+    asked: Export = ALL,
     *,
     grid: int = 3,
     threads: int = 64,
@@ -359,8 +251,8 @@ class Replays:
 
     def __init__(self, table: Table, ring: int, stride: int, before: int = 0) -> None:
         self.table, self.ring, self.stride = table, ring, stride
-        self.steps = Buffer(np.zeros(ring * stride, np.uint8), holes=())
-        self.counters = Buffer(np.array([before, 0], np.uint32), writable=True)
+        self.steps = Buffer(np.zeros(ring * stride, np.uint8))
+        self.counters = Buffer(np.array([before, 0, 0, 0], np.uint32), writable=True)
         self.applied = Buffer(np.array([before], np.uint32), writable=True)
         self.staged = before
 
@@ -369,14 +261,16 @@ class Replays:
         ids = fresh_ids(rng, sum(g.new for g in growths), self.table.page_size)
         at = self.staged % self.ring * self.stride
         self.staged += 1
-        step, _ = step_of(self.table, growths, ids, runs=runs, serial=self.staged, rng=rng)
+        step, _ = step_of(self.table, growths, ids, runs=runs, serial=self.staged % 2**32, rng=rng)
         assert step.data.size <= self.stride
         self.steps.data[at : at + step.data.size] = step.data
         return ids
 
-    def replay(self, emulator: Emulator, *, grid: int, threads: int, tile: int, **how: Any) -> None:
+    def replay(
+        self, emulator: Emulator, *, grid: int, threads: int, tile: int, **how: Any
+    ) -> Stats:
         """One launch of the graph's kernel."""
-        emulator.launch(
+        return emulator.launch(
             "replay_pages",
             grid,
             threads,
@@ -392,8 +286,13 @@ class Replays:
             **how,
         )
 
+    def serial_of(self, number: int) -> tuple[int, bytes]:
+        """Where the step of that number says that it is whole, and by what."""
+        at = (number - 1) % self.ring * self.stride + SERIAL_AT
+        return at, self.steps.data[at : at + 4].tobytes()
+
     def check(self, applied: int) -> None:
         """So many steps were applied, and the table holds what they said."""
-        assert self.counters.data.tolist() == [applied % 2**32, 0]
+        assert self.counters.data.tolist() == [applied % 2**32, 0, 0, 0]
         assert self.applied.data.tolist() == [applied % 2**32]
         self.table.check()

@@ -1,0 +1,23 @@
+"""Events of whoever: polled, never waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def is_done(event: Any) -> bool:
+    """Whether ``event`` is done, by its ``query()`` or its ``done``.
+
+    Raises:
+        TypeError: it has neither.
+    """
+    query = getattr(event, "query", None)
+    if callable(query):
+        return bool(query())
+    done = getattr(event, "done", None)
+    if done is None:
+        raise TypeError(
+            f"after= needs an event with query() or done, got {event!r}: "
+            "pass the event that follows the last reader"
+        )
+    return bool(done() if callable(done) else done)

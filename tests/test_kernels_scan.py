@@ -1,0 +1,106 @@
+"""page_watermarks on the CPU: its scan in every order of the blocks, and over many launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from cuda_on_cpu.emulator import Emulator, kernels
+from cuda_on_cpu.launches import Scan, watermarks
+from cuda_on_cpu.tables import PAGE_SIZES, Table, some_launch, some_requests, some_width
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[Emulator]:
+    with Emulator(kernels()) as emulator:
+        yield emulator
+
+
+@pytest.mark.parametrize("size", PAGE_SIZES)
+def test_page_watermarks_rounds_counts_picks_and_writes(cpu: Emulator, size: int) -> None:
+    rng = np.random.default_rng(size)
+    for n in (1, 2, 31, 1023, 1024, 1025, 2500):
+        row_pages = int(rng.integers(1, 6))
+        rows, committed, allocated, reserves = some_requests(rng, n, size, row_pages, 3 * size)
+        equal = bool(rng.integers(2))
+        if equal:
+            committed = np.minimum(committed, row_pages * size - size)
+        table = Table(
+            n + 3,
+            some_width(rng, size, row_pages),
+            size,
+            with_pages=bool(rng.integers(2)),
+            lead=int(rng.choice([0, 0, 16, 4])),
+        )
+        how = some_launch(rng, grid=-(-n // 1024))
+        watermarks(
+            cpu,
+            table,
+            rows,
+            committed,
+            allocated,
+            int(rng.integers(size + 1)) if equal else reserves,
+            rng,
+            tile_pages=int(rng.choice([1, 3, 256, 1000, 1024])) if n < 100 else 1024,
+            **{name: how[name] for name in ("order", "resident", "seed")},
+        )
+
+
+@pytest.mark.parametrize("order", ["up", "down", "drawn"])
+@pytest.mark.parametrize("resident", [1, 3, 9])
+def test_page_watermarks_in_every_order_of_its_blocks(
+    cpu: Emulator, order: str, resident: int
+) -> None:
+    rng = np.random.default_rng(resident)
+    n, size = 9000, 4
+    for seed in range(2):
+        blocks = {"up": np.arange(9), "down": np.arange(9)[::-1], "drawn": rng.permutation(9)}
+        rows, committed, allocated, reserves = some_requests(rng, n, size, 4, 3 * size)
+        how = {"order": blocks[order].tolist(), "resident": resident, "seed": seed + 1}
+        watermarks(cpu, Table(n + 3, 16, size), rows, committed, allocated, reserves, rng, **how)
+
+
+def test_a_tile_waits_for_many_that_know_only_their_own_sum(cpu: Emulator) -> None:
+    """The first block is held up, so that others hear 32 aggregates and have to look further."""
+    rng = np.random.default_rng(5)
+    n = 40 * 1024 - 7
+    rows, committed, allocated, reserves = some_requests(rng, n, 2, 3, 4)
+    table = Table(n + 3, 6, 2)
+    how = {"resident": 40, "stall": True, "seed": 2}
+    stats = watermarks(cpu, table, rows, committed, allocated, reserves, rng, **how)
+    assert stats.spins > 0
+    assert stats.empty_ballots > 0
+
+
+def test_page_watermarks_with_no_need_and_with_a_huge_one(cpu: Emulator) -> None:
+    rng = np.random.default_rng(6)
+    n, size, row_pages = 3000, 16, 4000
+    rows = np.arange(1, n + 1, dtype=np.int32) % 5
+    # Only one request of a row may grow; all the others hold what they want.
+    for greedy in (None, 0, 1023, 1024, n - 1):
+        committed = np.full(n, 30, np.int32)
+        allocated = np.full(n, 48, np.int32)
+        reserves = rng.integers(0, 19, n).astype(np.int32)
+        if greedy is not None:
+            reserves[greedy] = row_pages * size - 30
+        table = Table(5, row_pages * size, size)
+        how = {"resident": 3, "seed": 3}
+        watermarks(cpu, table, rows, committed, allocated, reserves, rng, **how)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "tickets"), [(1, 0), (2**30 - 7, 2**32 - 9)], ids=["first", "last"]
+)
+def test_launches_in_a_row_share_words_and_ticket(cpu: Emulator, epoch: int, tickets: int) -> None:
+    """What earlier launches left in the words, of more tiles or fewer, is not taken for new."""
+    rng = np.random.default_rng(8)
+    scan = Scan(5, epoch, tickets)
+    for n in (5000, 900, 4000, 5000, 2100, 5000):
+        rows, committed, allocated, reserves = some_requests(rng, n, 3, 4, 9)
+        how = {"resident": 4, "seed": int(rng.integers(100)), "stall": bool(rng.integers(2))}
+        words = scan.words.data.copy()
+        tiles = -(-n // 1024)
+        watermarks(cpu, Table(n + 3, 13, 3), rows, committed, allocated, reserves, rng, scan, **how)
+        assert (scan.words.data[tiles:] == words[tiles:]).all()
+        assert (scan.words.data[:tiles] >> np.uint64(34) == scan.epoch - 1).all()
