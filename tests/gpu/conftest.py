@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import warnings
@@ -30,10 +31,8 @@ def missing() -> str | None:
             return f"CuPy finds no GPU ({error}): look at the driver with nvidia-smi"
         if not count:
             return "CuPy finds no GPU"
-        try:
+        with contextlib.suppress(ImportError):
             import torch  # noqa: F401
-        except ImportError:
-            pass
     return None
 
 

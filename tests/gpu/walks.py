@@ -192,9 +192,7 @@ class Walk:
         if plans.refused:
             return plans
         asked = int((plans.cpu.stop - plans.cpu.start).sum()) if with_out else None
-        both = self.twins.call(
-            lambda a, out: a.apply(plans.of(a), out=out), asked, self.kind()
-        )
+        both = self.twins.call(lambda a, out: a.apply(plans.of(a), out=out), asked, self.kind())
         changed = not both.refused and (plans.cpu.num_new_pages or parts[0].size + parts[1].size)
         if changed:
             again = self.twins.call(lambda a, out: a.apply(plans.of(a)))
@@ -261,12 +259,10 @@ class Walk:
             tokens = self.tokens(len(h), 1)
             self.twins.call(lambda a, out, n=tokens: a.reserve(kept.of(a), n, rounding="device"))
             self.twins.call(lambda a, out, n=tokens: a.commit(kept.of(a), n // 2))
-            self.twins.call(
-                lambda a, out: a.decode(kept.of(a), out=out), len(h), self.kind()
-            )
+            self.twins.call(lambda a, out: a.decode(kept.of(a), out=out), len(h), self.kind())
         return pair
 
-    def _refused(self) -> Both | None:
+    def _refused(self) -> Both:
         twins = self.twins
         h = self.some(2)
         far = twins.cpu.row_width + 1
@@ -289,5 +285,4 @@ class Walk:
             calls.append((lambda a, out: a.decode([*h, self.gone[0]]), None))
         for do, size in calls:
             assert twins.call(do, size, self.kind()).refused
-        # As many as are free, each as long as a row: too many pages, if not too many rows.
-        return None
+        return twins.call(lambda a, out: a.settle())
