@@ -63,7 +63,7 @@ class PrefixCache:
         self.tree.tick()
         node, matched = self.tree.match(name, np.ascontiguousarray(ids[:whole]))
         pages = self.tree.pages_to(node)
-        return Match(self.tree, node, matched * self._ledger.page_size, pages, namespace)
+        return Match(self.tree, node, matched * self._ledger.page_size, pages, name)
 
     def publish(self, x: Any, tokens: Any, after: Any = None) -> None:
         """Enter the settled whole pages of running requests, which go on with the tree's pages.
@@ -161,14 +161,10 @@ class PrefixCache:
         handles = ledger.open(len(matches))
         self.tree.tick()
         for row, match, node in zip(rows.tolist(), matches, nodes, strict=True):
-            if match.namespace is not None:
-                ledger.namespace[row] = match.namespace
-            if node is None:
-                continue
-            self.tree.lock(node)
-            self.tree.touch(node)
-            self.holds[row] = node
-            ledger.adopt(row, match.pages)
+            ledger.adopt(row, match.pages, match.namespace)
+            if node is not None:
+                self.tree.touch(node)
+                self._hold(row, node)
         return handles
 
     def drop(self, rows: Int64) -> list[Node]:

@@ -188,8 +188,10 @@ class Ledger:
         self.version += 1
         return handles
 
-    def adopt(self, row: int, pages: Int32) -> None:
-        """Let a fresh row begin with cached ``pages``: C = A = their tokens."""
+    def adopt(self, row: int, pages: Int32, namespace: Any) -> None:
+        """Let a fresh row of ``namespace`` begin with cached ``pages``: C = A = their tokens."""
+        if namespace is not None:
+            self.namespace[row] = namespace
         count = pages.size
         self.pages[row, :count] = pages
         self.shared[row] = count

@@ -209,6 +209,16 @@ class TestRuns:
         assert int((runs.lengths * runs.counts).sum()) == 6
         assert runs.lengths.max() <= 2
 
+    def test_runs_are_preferred_where_that_costs_nothing(self) -> None:
+        alloc = make(24, 4)
+        h = alloc.open(3)
+        alloc.extend(h, [16, 40, 40])
+        for _ in range(3):
+            assert alloc.runs(h).per_request.tolist() == [1, 1, 1]
+            alloc.release(h[1])  # what comes back as a run goes out as one
+            h[1] = alloc.open()[0]
+            alloc.extend(h[1], 40)
+
     def test_of_all_open_requests_and_of_none(self) -> None:
         alloc, h = busy()
         everyone, named = alloc.runs(), alloc.runs(np.sort(h))
@@ -258,6 +268,16 @@ class TestStats:
         assert (rows.total, rows.open, rows.free, rows.quarantined) == (6, 3, 2, 1)
         assert (alloc.stats().committed, alloc.stats().allocated) == (33 + 16, 64 + 16)
         assert list(alloc.stats().groups) == ["full"]
+
+    def test_high_water_counts_every_page(self) -> None:
+        alloc = make(6, 16)
+        (h,) = alloc.open()
+        for pages in (1, 2, 3, 5):
+            alloc.extend(h, pages * 16)
+            assert alloc.stats().groups["full"].high_water == pages
+        alloc.trim(h, 16)
+        alloc.extend(h, 64)
+        assert alloc.stats().groups["full"].high_water == 5
 
     def test_high_water_and_evicted_never_fall(self) -> None:
         alloc = make(6, 16, prefix_cache=True)

@@ -59,7 +59,7 @@ extern "C" __global__ void mask_of_half(i32* out) {
 
 extern "C" __global__ void past_shared(i32 at) {
     __shared__ i32 values[100];
-    __shared__ i32 others[100];
+    __shared__ i32 others[200];
     i32* pointer = at < 0 ? others : values;
     others[0] = 1;
     pointer[at] = others[0];

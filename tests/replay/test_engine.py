@@ -322,6 +322,20 @@ def test_every_request_puts_out_what_it_should_however_often_it_is_sent_back():
             assert len(ends) == totals.retractions
 
 
+def test_the_one_that_put_out_least_is_sent_back():
+    # When 5 + 3 of 6 pages are needed, the first has put out 8 tokens and the second 5: the
+    # second goes, though its prompt is shorter.
+    watched = engine(
+        req(9, output=12),
+        req(4, output=12, arrival=3.0),
+        num_pages=6,
+        headroom=0,
+        prefix_cache=False,
+    )
+    assert proven(watched.run()).totals.retractions == 1
+    assert [one.committed for one in watched.releases if one.allocated] == [8, 20, 15]
+
+
 def test_those_sent_back_come_before_those_that_never_ran():
     # As in the first case, and a third waits for a page when the second is sent back. It would
     # fit into what the second leaves, but it arrived later, and so has to wait for both.

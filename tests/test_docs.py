@@ -1,0 +1,52 @@
+"""The code in README and docs runs as printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def run_blocks(path: Path) -> dict[str, object]:
+    text = path.read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    blocks = BLOCK.findall(text)
+    assert blocks, f"{path.name} shows no code"
+    for block in blocks:
+        exec(compile(block, str(path), "exec"), names)
+    return names
+
+
+def test_the_example_of_the_readme_runs_and_says_what_it_should(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = run_blocks(ROOT / "README.md")
+    assert names["match"].length == 960  # type: ignore[attr-defined]
+    printed = capsys.readouterr().out
+    assert printed.startswith("Plan(1 requests, 0 new pages, fits) [1003] [")
+    source = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))[0]
+    lines = [line for line in source.splitlines() if line.strip()]
+    assert len(lines) <= 25
+
+
+def test_the_guide_runs() -> None:
+    names = run_blocks(ROOT / "docs" / "guide.md")
+    assert len(names["gone"].victims) >= 1, "the guide shows a retraction"  # type: ignore[attr-defined]
+
+
+def test_every_file_that_the_pages_name_is_there() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"`((?:docs|profiling|tests|cuda|sgalloc)/[\w./-]+)`", text):
+            assert (ROOT / name).exists(), f"{page.name} names {name}, which does not exist"
+
+
+def test_the_two_commands_are_targets() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("replay", "test"):
+        assert f"make {target}" in (ROOT / "README.md").read_text(encoding="utf-8")
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
