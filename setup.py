@@ -66,6 +66,8 @@ setup(
         "cuda13": ["cupy-cuda13x[ctk]>=14"],
         # Loose on purpose: an engine brings its own build of torch.
         "torch": ["torch"],
+        # For tests alone: NVRTC compiles the kernels for every architecture, without a GPU.
+        "kernels": ["cuda-core>=1.0", "cuda-bindings>=13,<14", "nvidia-cuda-nvrtc>=13,<14"],
         "cli": CLI,
         "report": REPORT,
         "test": [*TEST, *CLI, *REPORT],

@@ -21,8 +21,8 @@ from cuda_on_cpu.tables import (
 from sgalloc.device.kernels import Geometry
 
 each_page_size = pytest.mark.parametrize("size", PAGE_SIZES)
-# Behind so many rows of a thousand slots, entries lie past 2**31.
-FAR_ROW = 3_000_001
+# Behind so many rows of a thousand slots, entries lie past 2**32.
+FAR_ROW = 5_000_001
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_nothing_to_do_changes_nothing(cpu: Emulator) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 4, 24])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole-rows", "cut-rows"])
-def test_rows_behind_two_to_the_31_entries(cpu: Emulator, size: int, whole: bool) -> None:
+def test_rows_behind_two_to_the_32_entries(cpu: Emulator, size: int, whole: bool) -> None:
     """All three kernels, on the last rows of a table whose others are not there."""
     rng = np.random.default_rng([size, whole])
     width = 1008 + (0 if whole else 4 if size == 24 else 1 - size % 2)
@@ -118,7 +118,7 @@ def test_rows_behind_two_to_the_31_entries(cpu: Emulator, size: int, whole: bool
         width = 1008
     far = {"first_row": FAR_ROW}
     table = Table(5, width, size, **far)
-    assert FAR_ROW * width > 2**31
+    assert FAR_ROW * width > 2**32
     growths = [Growth(4, 3, 5, 2 * size, 4 * size), Growth(0, 0, 2, 1, size)]
     for runs in (False, True):
         assign(cpu, table, growths, rng, runs=runs)

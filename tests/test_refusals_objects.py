@@ -130,7 +130,9 @@ def test_bad_tokens(verb: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens", [5, 1.5, [1.5], [True], "abcd", None, [[1, 2]], [2**63], OnDevice(), {1: 2}], ids=repr
+    "tokens",
+    [5, 1.5, [1.5], [True], "abcd", None, [[1, 2]], [2**63], OnDevice(), {1: 2}],
+    ids=lambda v: type(v).__name__,
 )
 @pytest.mark.parametrize("verb", ["match", "release one", "publish one"])
 def test_bad_tokens_of_one(verb: str, tokens: Any) -> None:

@@ -97,7 +97,7 @@ def test_a_walk_with_a_named_reader(stream: str) -> None:
 
 def test_every_way_to_launch_is_taken(spy: Spy) -> None:
     twins = Twins(60_000, 4, 8, 160_000, warm=2000)
-    (h,) = twins.opened(twins.call(lambda a, out: a.open()))
+    (h,) = twins.open()
     device = twins.gpu._core.device
 
     def extend(pages: int) -> tuple[int, int, int]:
@@ -125,7 +125,7 @@ def test_every_way_to_launch_is_taken(spy: Spy) -> None:
 def test_one_request_around_the_bound_of_small_steps(ps: int) -> None:
     """1,024 pages and 16 kB are where another way to launch begins."""
     twins = Twins(40_000, ps, 3, 30_000 * ps, warm=1500)
-    (h,) = twins.opened(twins.call(lambda a, out: a.open()))
+    (h,) = twins.open()
     for at, pages in enumerate((1, 31, 32, 33, 1023, 1024, 1025, 1365, 1366, 1367, 20_000)):
         c = int(twins.cpu.committed(h)[0])
         held = int(twins.cpu.allocated(h)[0])
@@ -144,7 +144,7 @@ def test_batches_of_one_to_five_thousand(ps: int) -> None:
     before = twins.counts.launches, twins.counts.copies
     kinds = out_kinds()
     for at, n in enumerate((1, 2, 31, 33, 255, 256, 257, 1023, 1024, 1025, 2049, 5000)):
-        h = twins.opened(twins.call(lambda a, out, n=n: a.open(n)))
+        h = twins.open(n)
         lengths = rng.integers(1, 4 * ps + 1, n)
         kind = kinds[at % len(kinds)]
         twins.call(lambda a, out, h=h, x=lengths: a.extend(h, x, out=out), int(lengths.sum()), kind)
@@ -174,12 +174,10 @@ def test_batches_of_one_to_five_thousand(ps: int) -> None:
 def test_rounding_on_the_device(ps: int, each: bool, spy: Spy) -> None:
     """Against rounding on the host of a GPU and of a CPU; tiles of 1,024 requests and less."""
     most, rng = 3000, np.random.default_rng(ps)
-    twins = Twins(40 * most, ps, most, 64 * ps + 4 % ps, warm=40 * most)
-    rounded = sgalloc.KVAllocator(
-        40 * most, ps, most, 64 * ps + 4 % ps, device="cuda", page_table=True
-    )
+    twins = Twins(40 * most, ps, most, 32 * ps + 8, warm=40 * most)
+    rounded = sgalloc.KVAllocator(40 * most, ps, most, 32 * ps + 8, device="cuda", page_table=True)
     rounded.warm(40 * most)
-    h = twins.opened(twins.call(lambda a, out: a.open(most)))
+    h = twins.open(most)
     assert rounded.open(most).tolist() == h
     lengths = rng.integers(0, 3 * ps + 1, most)
     twins.call(lambda a, out: a.extend(h, lengths))
@@ -204,7 +202,7 @@ def test_rounding_on_the_device(ps: int, each: bool, spy: Spy) -> None:
 def test_rounding_on_the_device_of_long_reserves(spy: Spy) -> None:
     """One request takes more pages than a block stages at once, others of its tile none."""
     twins = Twins(40_000, 2, 40, 20_000, warm=40_000)
-    h = twins.opened(twins.call(lambda a, out: a.open(40)))
+    h = twins.open(40)
     twins.call(lambda a, out: a.extend(h, np.arange(40) % 3))
     tokens = np.zeros(40, np.int64)
     tokens[[3, 17, 39]] = 9000, 1, 2049
@@ -221,7 +219,7 @@ def test_rounding_on_the_device_down_to_the_last_page() -> None:
     """A bound that does not prove the fit sends the step to the host: it fits to the page."""
     ps, rows = 16, 8
     twins = Twins(rows * 3, ps, rows, 8 * ps)
-    h = twins.opened(twins.call(lambda a, out: a.open(rows)))
+    h = twins.open(rows)
     twins.call(lambda a, out: a.extend(h, ps))
     assert not twins.call(lambda a, out: a.reserve(h, ps, rounding="device")).refused
     assert not twins.call(lambda a, out: a.reserve(h, 2 * ps, rounding="device")).refused
@@ -235,7 +233,7 @@ def test_rounding_many_times_over() -> None:
     """The words of the scan are never cleared: what an earlier launch left must not be read."""
     ps, most, rng = 1, 2100, np.random.default_rng(0)
     twins = Twins(80 * most, ps, most, 64, warm=80 * most)
-    h = twins.opened(twins.call(lambda a, out: a.open(most)))
+    h = twins.open(most)
     for _ in range(40):
         n = int(rng.choice([1, 600, 1024, 1025, most]))
         some, tokens = rng.permutation(h)[:n].tolist(), int(rng.integers(1, 3))
@@ -252,7 +250,7 @@ def test_page_tables(ps: int) -> None:
     most, width, left = 300, 20, -5
     twins = Twins(most * 24, ps, 400, 24 * ps + 4 % ps)
     rng = np.random.default_rng(ps)
-    h = twins.opened(twins.call(lambda a, out: a.open(400)))
+    h = twins.open(400)
     twins.call(lambda a, out: a.extend(h, rng_lengths(ps)))
     tables = Both(*(a.page_tables(most, width) for a in (twins.cpu, twins.gpu)))
     names = ("page_table", "indptr", "indices", "last_page_len")
@@ -286,7 +284,7 @@ def rng_lengths(ps: int) -> np.ndarray:
 
 def test_page_tables_refuse_what_does_not_fit() -> None:
     twins = Twins(100, 4, 6, 80)
-    h = twins.opened(twins.call(lambda a, out: a.open(3)))
+    h = twins.open(3)
     twins.call(lambda a, out: a.extend(h, [4, 9, 40]))
     tables = Both(*(a.page_tables(2, 3) for a in (twins.cpu, twins.gpu)))
     device = twins.gpu._core.device
@@ -331,7 +329,7 @@ def test_out_is_the_slots_of_the_new_tokens(ps: int, kind: str) -> None:
 
 def test_without_need_only_out_launches() -> None:
     twins = make(16)
-    (h,) = twins.opened(twins.call(lambda a, out: a.open()))
+    (h,) = twins.open()
     twins.call(lambda a, out: a.extend(h, 5))
     before = twins.counts.launches
     twins.call(lambda a, out: a.decode(h))

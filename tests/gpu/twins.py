@@ -118,6 +118,7 @@ class Twins:
         do: Callable[[sgalloc.KVAllocator, Any], Any],
         size: int | None = None,
         kind: str = OUT_KINDS[0],
+        opens: bool = False,
     ) -> Both:
         """Let ``do(alloc, out)`` run on both, and compare what it did.
 
@@ -125,6 +126,7 @@ class Twins:
             do: the call.
             size: entries of the ``out`` that it gets; None for no ``out``.
             kind: library and dtype of that.
+            opens: whether it returns handles of requests that it opened.
         """
         out = None if size is None else Out(size, kind)
         device = self.gpu._core.device
@@ -142,6 +144,8 @@ class Twins:
             self.counts.refused[type(cpu).__name__] += 1
         else:
             assert_same(cpu, gpu)
+            if opens:
+                self.handles += cpu.tolist()
         self.counts.launches += after[0] - before[0]
         self.counts.copies += after[1] - before[1]
         self.compare()
@@ -155,13 +159,10 @@ class Twins:
         except _REFUSALS as refusal:
             return refusal
 
-    def opened(self, both: Both) -> list[int]:
-        """Take note of requests that a call has just opened."""
-        if both.refused:
-            return []
-        self.handles += both.cpu.tolist()
-        self.compare()
-        return list(both.cpu.tolist())
+    def open(self, count: int = 1) -> list[int]:
+        """Open so many requests on both; their handles."""
+        both = self.call(lambda a, out: a.open(count), opens=True)
+        return [] if both.refused else list(both.cpu.tolist())
 
     def closed(self, handles: list[int]) -> None:
         """Take note that requests went away."""

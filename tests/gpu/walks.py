@@ -90,16 +90,13 @@ class Walk:
         ids[cut:] += 100_000_000 * int(self.rng.integers(1, 1000))
         return ids
 
-    def note(self, handles: list[int]) -> None:
-        for handle in handles:
-            self.prompts[handle] = self.prompt()
-
     # -- operations ------------------------------------------------------------------------
 
     def _open(self) -> Both:
         count = int(self.rng.integers(1, 4))
-        both = self.twins.call(lambda a, out: a.open(count))
-        self.note(self.twins.opened(both))
+        both = self.twins.call(lambda a, out: a.open(count), opens=True)
+        for handle in [] if both.refused else both.cpu.tolist():
+            self.prompts[handle] = self.prompt()
         return both
 
     def _extend(self, with_out: bool = False) -> Both:
@@ -171,8 +168,8 @@ class Walk:
     def _open_with_prefix(self) -> Both:
         prompt = self.prompt()
         match = self.twins.call(lambda a, out: a.prefix.match(prompt))
-        both = self.twins.call(lambda a, out: a.open_with_prefix(match.of(a)))
-        for handle in self.twins.opened(both):
+        both = self.twins.call(lambda a, out: a.open_with_prefix(match.of(a)), opens=True)
+        for handle in [] if both.refused else both.cpu.tolist():
             self.prompts[handle] = prompt
         return both
 

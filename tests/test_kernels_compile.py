@@ -1,0 +1,145 @@
+"""The kernels compile without a warning for every architecture, with NVRTC and with nvcc.
+
+No GPU and no driver are needed. NVRTC comes with the extra `kernels`; nvcc with a CUDA toolkit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from cuda_on_cpu.emulator import missing
+
+from sgalloc.cuda_source import cuda_dir, read_text
+from sgalloc.device.kernels import SOURCES, read_kernels
+
+# A100, RTX 3090, RTX 4090 and L40, H100 and H200, B200, RTX 5090.
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+WARNED = 'extern "C" __global__ void warned(int* out) { int unused; out[0] = 1; }\n'
+each_architecture = pytest.mark.parametrize("sm", ARCHITECTURES)
+each_source = pytest.mark.parametrize("name", SOURCES)
+_INCLUDE = re.compile(r'#include "([^"]+)"')
+_KERNEL = re.compile(r'^extern "C" __global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(', re.M)
+
+
+def inlined(*names: str) -> list[str]:
+    """The lines of the sources but blank ones, each header put in once, where it is first met."""
+    seen: set[str] = set()
+    lines: list[str] = []
+
+    def take(name: str) -> None:
+        for line in read_text(name).splitlines():
+            header = _INCLUDE.match(line)
+            if header is None:
+                if line and line != "#pragma once":
+                    lines.append(line)
+            elif header[1] not in seen:
+                seen.add(header[1])
+                take(header[1])
+
+    for name in names:
+        take(name)
+    return lines
+
+
+def kernels_of(*names: str) -> set[str]:
+    return {kernel for name in names for kernel in _KERNEL.findall(read_text(name))}
+
+
+def nvrtc(text: str, sm: int) -> tuple[bytes, str]:
+    """The cubin and the log of a compilation as CuPy asks for it."""
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        missing("no cuda.core to compile with NVRTC: install the extra 'kernels'")
+    from cuda.core import Program, ProgramOptions
+
+    from cuda import pathfinder
+
+    try:
+        pathfinder.load_nvidia_dynamic_lib("nvrtc")
+    except pathfinder.DynamicLibNotFoundError:
+        missing("no NVRTC to compile with: install the extra 'kernels'")
+    options = ProgramOptions(
+        arch=f"sm_{sm}", std="c++17", device_as_default_execution_space=True, name="kernels.cu"
+    )
+    log = io.StringIO()
+    program = Program(text, "c++", options)
+    try:
+        return bytes(program.compile("cubin", logs=log).code), log.getvalue()
+    finally:
+        program.close()
+
+
+def nvcc(source: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Compile for every architecture at once; a warning is an error."""
+    if shutil.which("nvcc") is None:
+        missing("no nvcc on PATH to compile the kernels with")
+    targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in ARCHITECTURES]
+    command = ["nvcc", "-std=c++17", "-fatbin", "-Werror=all-warnings", *options, *targets]
+    return subprocess.run(
+        [*command, "-o", "/dev/null", str(source)], capture_output=True, text=True, check=False
+    )
+
+
+def test_every_source_is_known_to_the_host() -> None:
+    there = {entry.name for entry in cuda_dir().iterdir() if entry.name.endswith(".cu")}
+    assert there == set(SOURCES)
+    assert len(set(SOURCES)) == len(SOURCES)
+    assert {"assign_pages", "page_watermarks", "export_pages"} <= kernels_of(*SOURCES)
+
+
+def test_the_host_compiles_the_sources_with_each_header_once() -> None:
+    text = read_kernels()
+    assert "#include" not in text
+    assert [line for line in text.splitlines() if line] == inlined(*SOURCES)
+
+
+@each_architecture
+def test_nvrtc_compiles_what_the_host_gives_it(sm: int) -> None:
+    cubin, log = nvrtc(read_kernels(), sm)
+    assert log.strip("\0\n") == ""
+    assert cubin.startswith(b"\x7fELF")
+    for kernel in kernels_of(*SOURCES):
+        assert kernel.encode() in cubin
+
+
+@each_source
+def test_nvrtc_compiles_each_source_alone(name: str) -> None:
+    """What one source does not use of the headers is no fault."""
+    _, log = nvrtc("\n".join(inlined(name)), 90)
+    declared_but_never_referenced = "177"
+    assert set(re.findall(r"warning #(\d+)-D", log)) <= {declared_but_never_referenced}
+
+
+def test_nvrtc_would_tell_of_a_warning() -> None:
+    _, log = nvrtc(WARNED, 90)
+    assert "unused" in log
+
+
+@each_source
+def test_nvcc_compiles_for_every_architecture_without_a_spill(name: str) -> None:
+    done = nvcc(Path(str(cuda_dir() / name)), "-Xptxas=-v")
+    assert done.returncode == 0, done.stderr
+    report = re.findall(
+        r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?"
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
+        r"Used (\d+) registers",
+        done.stderr,
+        re.DOTALL,
+    )
+    wanted = {(kernel, str(sm)) for kernel in kernels_of(name) for sm in ARCHITECTURES}
+    assert {(kernel, sm) for kernel, sm, *_ in report} == wanted
+    for kernel, sm, stack, stores, loads, _ in report:
+        assert (stack, stores, loads) == ("0", "0", "0"), f"{kernel} spills on sm_{sm}"
+
+
+def test_nvcc_would_refuse_a_warning(tmp_path: Path) -> None:
+    source = tmp_path / "warned.cu"
+    source.write_text(WARNED, encoding="utf-8")
+    done = nvcc(source)
+    assert done.returncode != 0
+    assert "unused" in done.stderr
