@@ -67,7 +67,7 @@ setup(
         # Loose on purpose: an engine brings its own build of torch.
         "torch": ["torch"],
         # For tests alone: NVRTC compiles the kernels for every architecture, without a GPU.
-        "kernels": ["cuda-core>=1.0", "cuda-bindings>=13,<14", "nvidia-cuda-nvrtc>=13,<14"],
+        "kernels": ["cuda-core>=1.0", "cuda-bindings>=13.2,<14", "nvidia-cuda-nvrtc>=13,<14"],
         "cli": CLI,
         "report": REPORT,
         "test": [*TEST, *CLI, *REPORT],

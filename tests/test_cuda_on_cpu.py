@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,15 @@ from cuda_on_cpu.emulator import (
 from numpy.typing import NDArray
 
 
+@lru_cache(maxsize=1)
+def samples() -> Path:
+    require_compiler()
+    return build().program("samples", [HERE / "samples.cu"])
+
+
 @pytest.fixture(scope="module")
 def cpu() -> Iterator[Emulator]:
-    require_compiler()
-    with Emulator(build().program("samples", [HERE / "samples.cu"]), timeout_s=3) as emulator:
+    with Emulator(samples()) as emulator:
         yield emulator
 
 
@@ -84,7 +91,6 @@ def test_shared_memory_is_poisoned_before_each_block(cpu: Emulator) -> None:
         ("mask_of_half", 32, [ints(32)], "mask 0xffff is not that of a whole warp"),
         ("mask_of_half", 33, [ints(33)], "(mask|last warp of 33 threads is not whole)"),
         ("wait_in_vain", 32, [Buffer(np.zeros(1, np.uint64))], "no thread gets on: .*32 threads"),
-        ("loop_for_ever", 1, [ints(1)], "did not end in 3 s"),
         ("write_at", 1, [ints(4), np.int64(4)], "heap-buffer-overflow"),
         ("write_at", 1, [ints(4), np.int64(-1)], "heap-buffer-overflow"),
         ("write_at", 1, [None, np.int64(0)], "null pointer"),
@@ -122,6 +128,14 @@ def test_what_a_gpu_would_not_forgive_fails_with_a_message(
     out = ints(8)
     cpu.launch("four_at", 1, 1, [out, np.int64(4)])
     assert out.data.tolist() == [0, 0, 0, 0, 1, 2, 3, 4]
+
+
+def test_an_endless_loop_ends_in_a_failure() -> None:
+    with (
+        Emulator(samples(), timeout_s=0.5) as emulator,
+        pytest.raises(LaunchFailed, match=r"did not end in 0\.5 s"),
+    ):
+        emulator.launch("loop_for_ever", 1, 1, [ints(1)])
 
 
 def test_a_buffer_may_stand_for_the_end_of_a_large_array(cpu: Emulator) -> None:
@@ -177,6 +191,11 @@ def test_tsan_knows_a_race_between_blocks_from_an_order(racing: Emulator) -> Non
     racing.launch("both_write", 1, 32, [ints(1)])
     with pytest.raises(LaunchFailed, match="data race"):
         racing.launch("both_write", 2, 32, [ints(1)], resident=2, seed=2)
+
+
+def test_a_16_byte_store_is_checked_without_ubsan_too(racing: Emulator) -> None:
+    with pytest.raises(LaunchFailed, match="not 16-byte aligned"):
+        racing.launch("four_at", 1, 1, [ints(8), np.int64(1)])
 
 
 def test_tsan_knows_a_race_within_a_block_from_a_barrier(racing: Emulator) -> None:

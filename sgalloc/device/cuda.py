@@ -186,7 +186,7 @@ class CudaDevice:
                 return self._write_small(pages, ids, stream)  # type: ignore[arg-type]
             slot = self._stage(pages, ids, gather, stream, capturing)
             slot.hold(stream)
-            ready = Ready(slot.event, self.index)
+            ready = Ready(slot.event, self.index, capturing)
             # An event of a capture means nothing outside of it.
             if not capturing:
                 self._last = ready

@@ -120,11 +120,12 @@ class Ready:
     stand for a later write of the same allocator, which only ever makes a wait longer.
     """
 
-    __slots__ = ("_device", "ptr")
+    __slots__ = ("_captured", "_device", "ptr")
 
-    def __init__(self, ptr: int, device: int) -> None:
+    def __init__(self, ptr: int, device: int, captured: bool = False) -> None:
         self.ptr = ptr
         self._device = device
+        self._captured = captured
 
     @property
     def cuda_event(self) -> int:
@@ -141,9 +142,13 @@ class Ready:
         return event_done(self.ptr)
 
     def wait(self, stream: Any = None) -> None:
-        """Let ``stream`` (the current one if None) wait for the write; the host goes on."""
+        """Let ``stream`` (the current one if None) wait for the write; the host goes on.
+
+        A capturing stream can wait only for a write of the same capture, and takes no other.
+        """
         pointer = current_stream(self._device) if stream is None else stream_pointer(stream)
-        runtime.streamWaitEvent(pointer, self.ptr)
+        if self._captured or not runtime.streamIsCapturing(pointer):
+            runtime.streamWaitEvent(pointer, self.ptr)
 
     def synchronize(self) -> None:
         """Let the host wait for the write."""

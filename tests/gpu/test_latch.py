@@ -7,6 +7,7 @@ that what was queued behind it came out right in the end.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -48,9 +49,9 @@ def test_a_verb_returns_while_the_stream_is_held(verb: str, mode: str, latches: 
         latch = latches.hold(held)
         result = VERBS[verb].call(world)
         assert latch.held, f"{verb} waited for the GPU"
-        if verb in LAUNCHING and isinstance(getattr(result, "ready", None), object):
-            ready = getattr(result, "ready", None)
-            assert ready is None or not ready.query(), "what was queued is behind the latch"
+        ready = getattr(result, "ready", None)
+        if verb in LAUNCHING and ready is not None:
+            assert not ready.query(), "what was queued is behind the latch"
         latch.open()
         runtime.deviceSynchronize()
         world.verify()
@@ -87,7 +88,7 @@ import sgalloc
 from gpu.latch import Latches
 import cupy
 
-alloc = sgalloc.KVAllocator(40_000, 4, 64, 40_000, device="cuda", prefix_cache=True, page_table=True)
+alloc = sgalloc.KVAllocator(40_000, 4, 64, 40_000, device="cuda", page_table=True)
 h = alloc.open(8)
 tables = alloc.page_tables(8, 64)
 outs = [cupy.zeros(8, cupy.int32), cupy.zeros(8, cupy.int64), cupy.zeros(8, cupy.int32)]
@@ -118,18 +119,17 @@ print("passed")
 def test_no_verb_waits_at_its_first_call(tmp_path: Any, request: pytest.FixtureRequest) -> None:
     """In a process of its own: a kernel that is loaded at its first launch waits for the GPU."""
     tests = request.path.parents[1]
+    paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-c", FIRST_TIME],
-        cwd=tmp_path, env={**environment(), "PYTHONPATH": f"{tests.parent}:{tests}"},
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "passed"), done.stderr[-2000:]
-
-
-def environment() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)
 
 
 # -- D9: a row is handed out again while a forward reads it -------------------------------------
@@ -268,12 +268,13 @@ def test_what_waits_for_a_write_of_the_allocator_itself(latches: Latches) -> Non
     """``plan.ready`` is an event like any other: for a release, and for another's write."""
     with CURRENTS["torch side"]() as current:
         busy = Busy(16)
+        second = sgalloc.KVAllocator(8, 16, 1, 64, device="cuda", stream="plan")
+        second.warm(64)
         latch = latches.hold(current)
         ready = busy.alloc.extend(busy.other, 16).ready
         assert not ready.query() and not ready.done
         busy.alloc.release(busy.r1, after=ready)
         assert busy.alloc.stats().groups["full"].quarantined == 10
-        second = sgalloc.KVAllocator(8, 16, 1, 64, device="cuda", stream="plan")
         with CURRENTS["torch default"]():
             late = second.extend(second.open(), 16, after=ready).ready
         assert not late.query(), "it is behind the first allocator's write"

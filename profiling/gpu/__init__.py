@@ -1,0 +1,1 @@
+"""Benchmarks on a GPU: the allocator's steps, its kernels, and how a plan gets there."""

@@ -1,0 +1,344 @@
+"""Steps made by hand in device memory, to launch the kernels as the device does, but alone."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profiling.gpu.clock import Gpu
+from sgalloc.device.kernels import THREADS, TILE_REQUESTS, Geometry, kernel
+from sgalloc.plan import Gather, Segments
+
+MAPPED = ", mapped"
+ANY_ORDER = ", rows in any order"
+_SECTOR = 32
+# Slots of a row, where the table stays below so many bytes.
+_ROW_SLOTS, _TABLE_BYTES = 4096, 12_000_000_000
+_POISON = -1
+
+
+class Launch(Protocol):
+    """A kernel with everything that it reads and writes, in several sets.
+
+    Attributes:
+        geometry: as the device has it.
+        memory: address of what it writes, as large as the outputs of all sets together.
+    """
+
+    geometry: Geometry
+    memory: int
+
+    def graph(self, count: int, tile: int = 0, blocks: int = 0, threads: int = THREADS) -> Any:
+        """A graph of ``count`` launches, over the sets in turn; 0: as the device would."""
+
+    def check(self, graph: Any) -> None:
+        """Replay ``graph`` over poisoned outputs, and hold them against the row law.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+
+
+class Growing:
+    """`assign_pages`: each of ``segments`` rows gets ``each`` pages, other ones in each set."""
+
+    def __init__(
+        self, gpu: Gpu, page_size: int, segments: int, each: int, form: str, sets: int
+    ) -> None:
+        self._gpu = gpu
+        self._table = Grid(gpu, page_size, segments, each, sets)
+        self.geometry, self.memory = self._table.geometry, self._table.memory
+        rows = np.arange(1, segments + 1)
+        if form.endswith(ANY_ORDER):
+            np.random.default_rng(0).shuffle(rows)
+        self._rows, self._each, self._total = rows, each, segments * each
+        self._steps, self._keep = [], []
+        for n in range(sets):
+            memory, owner, pointer = _memory(gpu, self._bytes(form), form.endswith(MAPPED))
+            lay_out(
+                memory,
+                rows,
+                self._table.first(n),
+                each,
+                made_up_ids(self._total, page_size, n),
+                self._table.row_pages,
+                form,
+            )
+            if owner is None:
+                owner = gpu.to_device(memory)
+                pointer = owner.data.ptr
+            self._keep.append((memory, owner))
+            self._steps.append(pointer)
+
+    def _bytes(self, form: str) -> int:
+        places = 0 if form.startswith("runs") else self._total
+        return 128 + 8 * places + 12 * self._rows.size + 4 * self._total + 64
+
+    def graph(self, count: int, tile: int = 0, blocks: int = 0, threads: int = THREADS) -> Any:
+        """See `Launch`."""
+        from sgalloc.device.layout import SMALL_GATHERED, SMALL_PAGES
+        from sgalloc.device.streams import Handle
+
+        geometry, shaped, gathered = self.geometry, self._total, 0
+        if shaped <= SMALL_PAGES:
+            # The graphs of small staging slots are captured once, for the most that they hold.
+            shaped, gathered = SMALL_PAGES, SMALL_GATHERED
+        tile = tile or geometry.tile_for(shaped)
+        blocks = blocks or geometry.blocks(shaped, tile, gathered)
+        function = kernel("assign_pages", self._gpu.device)
+
+        def put(stream: int) -> None:
+            for n in range(count):
+                step = self._steps[n % len(self._steps)]
+                arguments = (*geometry.arguments, np.int32(tile), step)
+                function((blocks,), (threads,), arguments, 0, Handle(stream))
+
+        return self._gpu.capture(put)
+
+    def check(self, graph: Any) -> None:
+        """See `Launch`."""
+        order = self._rows.argsort()
+        ids = [
+            made_up_ids(self._total, self.geometry.page_size, n).reshape(-1, self._each)[order]
+            for n in range(len(self._steps))
+        ]
+        self._table.check(graph, ids)
+
+
+class Marking:
+    """`page_watermarks`: each of ``segments`` requests needs ``each`` pages."""
+
+    def __init__(
+        self, gpu: Gpu, page_size: int, segments: int, each: int, form: str, sets: int
+    ) -> None:
+        self._gpu, self._sets = gpu, sets
+        self._table = Grid(gpu, page_size, segments, each, sets)
+        self.geometry, self.memory = self._table.geometry, self._table.memory
+        self._requests, self._each, self._total = segments, each, segments * each
+        self._reserve = each * page_size
+        self._rows = gpu.to_device(np.arange(1, segments + 1, dtype=np.int32))
+        self._reserves = None
+        if form == "a reserve each":
+            self._reserves = gpu.to_device(np.full(segments, self._reserve, np.int32))
+        self._held = [
+            gpu.to_device(np.full(segments, self._table.first(n) * page_size, np.int32))
+            for n in range(sets)
+        ]
+        self._ids = [gpu.to_device(made_up_ids(self._total, page_size, n)) for n in range(sets)]
+        self._keep: list[Any] = []
+
+    def graph(self, count: int, tile: int = 0, blocks: int = 0, threads: int = THREADS) -> Any:
+        """See `Launch`; every launch has scan words of its own, cleared at the graph's start."""
+        from sgalloc.device.streams import Handle
+
+        tiles = -(-self._requests // TILE_REQUESTS)
+        size = count * (8 * tiles + 8)
+        state = self._gpu.to_device(np.zeros(size, np.uint8))
+        self._keep.append(state)
+        words = state.data.ptr
+        tickets = words + count * 8 * tiles
+        function = kernel("page_watermarks", self._gpu.device)
+
+        def put(stream: int) -> None:
+            self._gpu.runtime.memsetAsync(words, 0, size, stream)
+            for n in range(count):
+                held = self._held[n % self._sets].data.ptr
+                arguments = (
+                    *self.geometry.arguments,
+                    np.int32(tile or self.geometry.tile),
+                    np.int32(self._requests),
+                    self._rows.data.ptr,
+                    held,
+                    held,
+                    0 if self._reserves is None else self._reserves.data.ptr,
+                    np.int32(self._reserve),
+                    self._ids[n % self._sets].data.ptr,
+                    words + n * 8 * tiles,
+                    tickets + n * 8,
+                    np.uint32(0),
+                    np.uint32(1),
+                )
+                function((tiles,), (THREADS,), arguments, 0, Handle(stream))
+
+        return self._gpu.capture(put)
+
+    def check(self, graph: Any) -> None:
+        """See `Launch`."""
+        size = self.geometry.page_size
+        ids = [made_up_ids(self._total, size, n).reshape(-1, self._each) for n in range(self._sets)]
+        self._table.check(graph, ids)
+
+
+class Gathering:
+    """`gather_slots`: ``each`` slots of each of ``segments`` requests, or half as many again."""
+
+    def __init__(
+        self, gpu: Gpu, page_size: int, segments: int, each: int, form: str, sets: int
+    ) -> None:
+        from sgalloc.device.cuda import Out
+        from sgalloc.device.layout import fill, uniform_length
+        from sgalloc.device.staging import Block
+
+        width = 1024
+        self._gpu, self._sets, self._size = gpu, sets, segments * each
+        self._requests = segments
+        # Each entry holds its own place, so that what was gathered tells where it came from.
+        count = (segments + 1) * width
+        self._table = gpu.to_device(np.arange(count, dtype=np.int32))
+        self.geometry = Geometry(self._table.data.ptr, 0, width, page_size, gpu.sms)
+        wide = form.startswith("int64")
+        self._out = gpu.to_device(np.zeros(sets * self._size, np.int64 if wide else np.int32))
+        self.memory = self._out.data.ptr
+        rows = np.arange(1, segments + 1)
+        lengths = np.full(segments, each)
+        if form.endswith("ragged"):
+            lengths[: segments // 2 * 2 : 2] += each // 2
+            lengths[1 : segments // 2 * 2 : 2] -= each // 2
+        self._steps, self._keep, self._expected = [], [], []
+        for n in range(sets):
+            start = (rows * 37 + n * 2 * each) % (width - 2 * each)
+            out = Out(self.memory + n * self._size * self._out.itemsize, wide)
+            gather = Gather(rows, start, start + lengths, self._size, out)
+            memory = np.zeros(128 + 20 * segments + 64 & ~7, np.uint8)
+            self._uniform = uniform_length(gather)
+            fill(Block(memory, 0), None, None, gather, self._uniform, width // page_size)
+            self._keep.append(gpu.to_device(memory))
+            self._steps.append(self._keep[-1].data.ptr)
+            ends = lengths.cumsum()
+            within = np.arange(self._size) - (ends - lengths).repeat(lengths)
+            self._expected.append((rows * width + start).repeat(lengths) + within)
+
+    def graph(self, count: int, tile: int = 0, blocks: int = 0, threads: int = THREADS) -> Any:
+        """See `Launch`."""
+        from sgalloc.device.layout import SMALL_GATHERED, SMALL_PAGES
+        from sgalloc.device.streams import Handle
+
+        geometry = self.geometry
+        small = self._uniform and self._requests <= SMALL_GATHERED
+        pages, slots = (SMALL_PAGES, SMALL_GATHERED) if small else (0, self._size)
+        tile = tile or geometry.tile_for(pages)
+        blocks = blocks or geometry.blocks(pages, tile, slots)
+        function = kernel("assign_pages", self._gpu.device)
+
+        def put(stream: int) -> None:
+            for n in range(count):
+                arguments = (*geometry.arguments, np.int32(tile), self._steps[n % self._sets])
+                function((blocks,), (threads,), arguments, 0, Handle(stream))
+
+        return self._gpu.capture(put)
+
+    def check(self, graph: Any) -> None:
+        """See `Launch`."""
+        self._out.fill(_POISON)
+        self._gpu.wait()
+        self._gpu.launch(graph)
+        self._gpu.wait()
+        if not np.array_equal(self._gpu.to_host(self._out), np.concatenate(self._expected)):
+            raise RuntimeError("gather_slots wrote other slots than those asked for")
+
+
+class Grid:
+    """A table in which set n of a launch has the pages from `first` (n) on in every row.
+
+    Attributes:
+        geometry, memory: see `Launch`.
+        row_pages: whole pages in a row.
+    """
+
+    def __init__(self, gpu: Gpu, page_size: int, segments: int, each: int, sets: int) -> None:
+        # No two sets share a sector.
+        self._pitch = max(each, -(-_SECTOR // (4 * page_size)))
+        least = sets * self._pitch * page_size
+        rows = segments + 1
+        width = max(least, _ROW_SLOTS) if 4 * rows * _ROW_SLOTS <= _TABLE_BYTES else least
+        self._gpu, self._each = gpu, each
+        self._table = gpu.empty((rows, width))
+        self.memory: int = self._table.data.ptr
+        self.row_pages = width // page_size
+        self.geometry = Geometry(self.memory, 0, width, page_size, gpu.sms)
+
+    def first(self, n: int) -> int:
+        """Number of the first page of set ``n`` in its row."""
+        return n * self._pitch
+
+    def check(self, graph: Any, ids: list[NDArray[np.int32]]) -> None:
+        """Replay ``graph``; set n should have written the pages ``ids[n]``, and nobody more.
+
+        Args:
+            graph: launches over all sets.
+            ids: of each set, int32 ``(segments, each)``, in the order of the rows from 1 on.
+
+        Raises:
+            RuntimeError: it wrote something else.
+        """
+        size = self.geometry.page_size
+        self._table.fill(_POISON)
+        self._gpu.wait()
+        self._gpu.launch(graph)
+        self._gpu.wait()
+        for n, wanted in enumerate(ids):
+            begin = self.first(n) * size
+            part = self._table[1:, begin : begin + self._each * size]
+            pages = self._gpu.to_device(np.ascontiguousarray(wanted))[:, :, None]
+            slots = pages * np.int32(size) + self._gpu.to_device(np.arange(size, dtype=np.int32))
+            if not bool((part == slots.reshape(part.shape)).all()):
+                raise RuntimeError(f"set {n} of a launch broke the row law")
+        written = int((self._table != _POISON).sum())
+        if written != sum(wanted.size for wanted in ids) * size:
+            raise RuntimeError(f"{written} entries were written, more than were asked for")
+
+
+def made_up_ids(count: int, page_size: int, salt: int) -> NDArray[np.int32]:
+    """Page ids in no order whose slots are 32 bits, int32 ``(count,)``; repeats are no matter."""
+    limit = (2**31 - 1) // page_size - 1
+    ids = (np.arange(count, dtype=np.int64) * 2_654_435_761 + 7919 * salt) % limit + 1
+    return ids.astype(np.int32)
+
+
+def lay_out(
+    memory: NDArray[np.uint8],
+    rows: NDArray[np.int64],
+    first: int,
+    each: int,
+    ids: NDArray[np.int32],
+    row_pages: int,
+    form: str,
+) -> None:
+    """Lay out a step by which every row gets ``each`` pages from number ``first`` on.
+
+    Args:
+        memory: uint8, all of the step.
+        rows: int64 ``(n,)``.
+        first: number of the first page in each row.
+        each: pages of each row.
+        ids: int32 ``(n * each,)``.
+        row_pages: whole pages in a row.
+        form: ``"runs..."``: one entry a row, as the device lays out large steps; else one a
+            page, as it does small ones, and those of one page a row.
+    """
+    from sgalloc.device.layout import fill
+    from sgalloc.device.staging import HEADER_BYTES, IDS_AT, PAGES, PLACES_AT, Block
+
+    block = Block(memory, 0)
+    start, count = np.full(rows.size, first), np.full(rows.size, each)
+    pages = Segments(rows, start, count, ids.size, np.array(row_pages))
+    if form.startswith("runs") or each == 1:
+        fill(block, pages, ids, None, 0, row_pages)
+        return
+    ids_at = HEADER_BYTES + 8 * ids.size
+    block.longs[HEADER_BYTES // 8 : ids_at // 8] = pages.where
+    block.ints[ids_at // 4 : ids_at // 4 + ids.size] = ids
+    block.words[PAGES], block.words[PLACES_AT], block.words[IDS_AT] = ids.size, HEADER_BYTES, ids_at
+
+
+def _memory(gpu: Gpu, size: int, mapped: bool) -> tuple[NDArray[np.uint8], Any, int]:
+    """Host memory for a step; where mapped, its owner and its address, too."""
+    from sgalloc.device.staging import pinned
+
+    whole = -(-size // 128) * 128
+    if not mapped:
+        return np.zeros(whole, np.uint8), None, 0
+    owner, memory = pinned(whole)
+    return memory, owner, int(owner.ptr)

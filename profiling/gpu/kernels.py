@@ -1,0 +1,278 @@
+"""What the kernels cost on the GPU, beside a memset of the bytes that they write.
+
+`python -m profiling.gpu.kernels --help`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from profiling.gpu import common
+from profiling.gpu.clock import Gpu
+from profiling.gpu.handmade import Gathering, Growing, Launch, Marking
+from profiling.gpu.layout import Found, Table, ratio, size, spread, times, us
+from profiling.harness import summarize
+from profiling.measured import Record
+
+ASSIGN, MARKS, GATHER = "assign_pages", "page_watermarks", "gather_slots"
+MEMSET, MINE = "memset", "sgalloc"
+AIMS = {ASSIGN: 1.5, MARKS: 2.0}
+LARGE = (16_000_000, 160_000_000)
+SECTOR = 32
+# Data of all sets together that no replay finds in the L2 cache.
+_COLD = 240_000_000
+_SMALL_SETS = 8
+_BYTE = 0x5A
+
+
+class Case(NamedTuple):
+    """One kernel at one size.
+
+    Attributes:
+        kernel: its name.
+        page_size: slots in a page.
+        pages: pages that a launch writes; slots for a gather.
+        run: pages of each segment, slots of each request for a gather; 0: one has all.
+        form: how the step tells of them.
+        written: bytes that the memset beside it writes.
+    """
+
+    kernel: str
+    page_size: int
+    pages: int
+    run: int
+    form: str
+    written: int
+
+    @property
+    def segments(self) -> int:
+        """Segments, or requests."""
+        return self.pages // self.run if self.run else 1
+
+    @property
+    def at(self) -> dict[str, int | str]:
+        """As a record has it."""
+        return {
+            "page": self.page_size,
+            "pages": self.pages,
+            "run": self.run,
+            "form": self.form,
+            "bytes": self.written,
+        }
+
+
+def cases(quick: bool = False) -> Iterator[Case]:
+    """What is measured."""
+    large = LARGE[:1] if quick else LARGE
+    for page in (16, 64):
+        each = 4 * page
+        for pages in (10, 256):
+            for form in ("places, mapped", "places"):
+                yield Case(ASSIGN, page, pages, 1, form, pages * each)
+        for written in large:
+            pages = written // each // 64 * 64
+            yield Case(ASSIGN, page, pages, 1, "places", pages * each)
+            yield Case(ASSIGN, page, pages, 1, "places, rows in any order", pages * each)
+            yield Case(ASSIGN, page, pages, 64, "places", pages * each)
+            yield Case(ASSIGN, page, pages, 64, "runs", pages * each)
+            yield Case(ASSIGN, page, pages, 0, "runs", pages * each)
+        for requests in (256, 4096):
+            yield Case(MARKS, page, requests, 1, "one reserve", requests * each)
+        for written in large:
+            pages = written // each // 64 * 64
+            yield Case(MARKS, page, pages, 1, "one reserve", pages * each)
+            yield Case(MARKS, page, pages, 1, "a reserve each", pages * each)
+            yield Case(MARKS, page, pages, 8, "one reserve", pages * each)
+    for written in large:
+        # At page 1 every store touches a sector; here each segment begins one of its own.
+        sectors = written // SECTOR
+        yield Case(ASSIGN, 1, sectors, 1, "places", sectors * SECTOR)
+        yield Case(MARKS, 1, sectors, 1, "one reserve", sectors * SECTOR)
+    yield Case(ASSIGN, 1, LARGE[0] // SECTOR * 8, 16, "runs", LARGE[0])
+    for form, entry in (("int32", 4), ("int64", 8), ("int64, ragged", 8)):
+        yield Case(GATHER, 64, 4096, 16, form, 4096 * entry)
+        yield Case(GATHER, 64, LARGE[0] // entry, 16, form, LARGE[0] // entry * entry)
+
+
+def sets_of(case: Case) -> int:
+    """How many inputs and outputs the launches of one graph go through in turn."""
+    return max(2, -(-_COLD // case.written)) if case.written >= 1_000_000 else _SMALL_SETS
+
+
+def launches_of(case: Case, sets: int) -> int:
+    """Launches of one graph: enough that the replay itself is a small part."""
+    wanted = 20 if case.written > 50_000_000 else 60 if case.written > 1_000_000 else 200
+    return -(-wanted // sets) * sets
+
+
+def made(case: Case, gpu: Gpu, sets: int) -> Launch:
+    """The inputs and outputs of a case, on the GPU."""
+    kind = {ASSIGN: Growing, MARKS: Marking, GATHER: Gathering}[case.kernel]
+    return kind(gpu, case.page_size, case.segments, case.pages // case.segments, case.form, sets)
+
+
+def measure(quick: bool, gpu: Gpu, sweep: bool = False, chosen: Any = None) -> common.Outcome:
+    """All cases, or those ``chosen``, each with a memset beside it in turns."""
+    records: list[Record] = []
+    compared = 0
+    for case in cases(quick) if chosen is None else chosen:
+        sets = sets_of(case)
+        count = launches_of(case, sets)
+        launch = made(case, gpu, sets)
+        graphs = {
+            MINE: launch.graph(count),
+            MEMSET: gpu.capture(memsets(gpu, launch, case.written, count, sets)),
+        }
+        for side, series in gpu.replays(graphs, 5 if quick else 15).items():
+            records.append(Record(case.kernel, side, case.at, summarize(series, per=count)))
+        launch.check(graphs[MINE])
+        compared += sets
+        if sweep and case.kernel == ASSIGN and case.run == 1 and case.form == "places":
+            records += swept(case, launch, gpu, count)
+        del launch, graphs
+        gpu.free_unused()
+    return common.Outcome(records, [], compared)
+
+
+def memsets(gpu: Gpu, launch: Launch, written: int, count: int, sets: int) -> Callable[[int], None]:
+    """Puts ``count`` memsets of ``written`` bytes on a stream, over the same memory."""
+
+    def put(stream: int) -> None:
+        for n in range(count):
+            start = launch.memory + n % sets * written // 128 * 128
+            gpu.runtime.memsetAsync(start, _BYTE, written, stream)
+
+    return put
+
+
+def swept(case: Case, launch: Launch, gpu: Gpu, count: int) -> list[Record]:
+    """The same launches with other tiles, grids and blocks."""
+    sms = launch.geometry.sms
+    records = []
+    for threads in (128, 256, 512):
+        for tile in (16, 32, 64, 128, 256, 512, 1024):
+            tiles = -(-case.pages // tile)
+            for blocks in sorted({min(tiles, n) for n in (sms, 2 * sms, 4 * sms, 8 * sms, tiles)}):
+                if blocks > 1 << 20:
+                    continue
+                graph = launch.graph(count, tile, blocks, threads)
+                series = gpu.replays({MINE: graph}, 5)[MINE]
+                at = {**case.at, "threads": threads, "tile": tile, "blocks": blocks}
+                records.append(Record("sweep", MINE, at, summarize(series, per=count)))
+    return records
+
+
+# -- tables ----------------------------------------------------------------------------------
+
+
+def tables(found: Found) -> list[Table]:
+    """What the results say."""
+    swept = [sweep_table(found)] if found.where("sweep") else []
+    return [*(kernel_table(found, kernel) for kernel in (ASSIGN, MARKS, GATHER)), *swept]
+
+
+def kernel_table(found: Found, kernel: str) -> Table:
+    """One kernel beside a memset."""
+    rows, judged = [], []
+    for mine in found.where(kernel, MINE):
+        at = mine["at"]
+        floor = found.one(kernel, MEMSET, **at)
+        share = ratio(mine["median_us"], None if floor is None else floor["median_us"])
+        if share is not None and kernel in AIMS and at["bytes"] > 10_000_000:
+            judged.append((share, at))
+        rows.append(
+            [
+                f"{at['form']}",
+                str(at["page"]),
+                f"{at['pages']:,}",
+                f"{at['run']:,}" if at["run"] else "all",
+                size(at["bytes"]),
+                spread(mine),
+                spread(floor),
+                times(share),
+                f"{at['bytes'] / mine['median_us'] / 1e6:.2f}",
+            ]
+        )
+    what = "slots" if kernel == GATHER else "pages"
+    return Table(
+        f"`{kernel}`, GPU µs a launch",
+        "Replays of a graph of many launches over inputs and outputs that together are larger than "
+        "L2 where the size asks for it, in turns with a graph of memsets; median (p10–p90). At "
+        "page 1 the memset writes the 32 bytes of each sector touched; bytes are the memset's.",
+        [
+            "step",
+            "page",
+            what,
+            f"{what} of a segment",
+            "bytes",
+            "kernel",
+            "memset",
+            "ratio",
+            "TB/s",
+        ],
+        rows,
+        _verdict(kernel, judged),
+    )
+
+
+def _verdict(kernel: str, judged: list[tuple[float, Any]]) -> str:
+    if not judged:
+        return "the bytes are those of the slots written; the table is read besides."
+    aim = AIMS[kernel]
+    parts = []
+    for written in sorted({at["bytes"] // 1_000_000 for _, at in judged}):
+        here = [(share, at) for share, at in judged if at["bytes"] // 1_000_000 == written]
+        least, (most, at) = min(share for share, _ in here), max(here, key=lambda one: one[0])
+        parts.append(
+            f"{written} MB: {times(least)} to {times(most)} (page {at['page']}, segments of "
+            f"{at['run'] or 'all'}, {at['form']}), {'met' if most <= aim else 'missed'}"
+        )
+    return f"aim at most {aim}×. {'; '.join(parts)}."
+
+
+def sweep_table(found: Found) -> Table:
+    """The best and the worst grids, and how far what is shipped is from the best."""
+    rows, verdicts = [], []
+    sizes = {tuple(sorted(record["at"].items())): record for record in found.where("sweep")}
+    steps = sorted({(at["page"], at["pages"]) for at in map(dict, sizes)})
+    for page, pages in steps:
+        tried = sorted(
+            found.where("sweep", page=page, pages=pages), key=lambda record: record["median_us"]
+        )
+        shipped = found.median(ASSIGN, MINE, page=page, pages=pages, run=1, form="places")
+        for record in [*tried[:6], *tried[-2:]]:
+            at = record["at"]
+            rows.append(
+                [
+                    f"{pages:,} pages of {page}",
+                    str(at["threads"]),
+                    str(at["tile"]),
+                    f"{at['blocks']:,}",
+                    spread(record),
+                    us(shipped),
+                ]
+            )
+        share = times(ratio(shipped, tried[0]["median_us"]))
+        verdicts.append(f"{pages:,} pages of {page}: what is shipped takes {share} the best")
+    return Table(
+        "`assign_pages` by threads, tile and blocks, GPU µs a launch",
+        "Segments of one page; the six fastest grids and the two slowest of each size.",
+        ["step", "threads", "tile", "blocks", "kernel", "as shipped"],
+        rows,
+        "; ".join(verdicts) + ".",
+    )
+
+
+@click.command()
+@common.options
+@click.option("--sweep", is_flag=True, help="Try other tiles, grids and blocks, too.")
+def main(out: Path | None, quick: bool, sweep: bool) -> None:
+    """Time the kernels by graph replay, beside memsets: about a minute."""
+    common.run("kernels", out, quick, lambda: measure(quick, Gpu(), sweep), tables)
+
+
+if __name__ == "__main__":
+    main()
