@@ -139,6 +139,15 @@ class TestLeastRecentlyUsed:
         c.alloc.release(h)
         assert c.order() == "B1 B0 A1 A0"
 
+    def test_publishing_what_is_shared_already_is_a_use(self) -> None:
+        c = Cache()
+        c.add("A2")
+        (h,) = c.alloc.open_with_prefix(c.match("A2"))
+        c.add("B2")
+        c.alloc.prefix.publish(h, c.ids("A1"))
+        c.alloc.release(h)
+        assert c.order() == "A1 B1 B0 A0"
+
     def test_running_on_a_prefix_is_none(self) -> None:
         c = Cache()
         c.add("A2")

@@ -71,6 +71,7 @@ BAD_NUMBERS: dict[str, tuple[Any, type[Exception], str]] = {
     "object array": (np.array([12, None]), TypeError, "None"),
     "negative array": (np.array([12, -4]), ValueError, "-4"),
     "negative int8": (np.array([12, -4], np.int8), ValueError, "-4"),
+    "near the end of int64": (np.array([12, 2**63 - 1]), ValueError, str(2**63 - 1)),
     "huge uint64": (np.array([12, 2**64 - 1], np.uint64), ValueError, str(2**64 - 1)),
     "device array": (OnDevice(), TypeError, "OnDevice"),
 }

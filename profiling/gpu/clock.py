@@ -57,10 +57,13 @@ class Gpu:
         stream.synchronize()
         return graph
 
+    def function(self, code: str, name: str) -> Any:
+        """The kernel ``name`` of a source text, launched as `sgalloc.device.kernels.kernel`."""
+        return self._cupy.RawModule(code=code).get_function(name).kernel
+
     def bare_graph(self) -> Any:
         """A graph of one kernel that does nothing."""
-        code = 'extern "C" __global__ void nothing() {}'
-        function = self._cupy.RawModule(code=code).get_function("nothing").kernel
+        function = self.function('extern "C" __global__ void nothing() {}', "nothing")
         stream = self.stream()
         function((1,), (1,), (), 0, stream)
         stream.synchronize()

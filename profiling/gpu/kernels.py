@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+
 from profiling.gpu import common
 from profiling.gpu.clock import Gpu
 from profiling.gpu.handmade import Gathering, Growing, Launch, Marking
@@ -223,8 +224,8 @@ def _verdict(kernel: str, judged: list[tuple[float, Any]]) -> str:
         return "the bytes are those of the slots written; the table is read besides."
     aim = AIMS[kernel]
     parts = []
-    for written in sorted({at["bytes"] // 1_000_000 for _, at in judged}):
-        here = [(share, at) for share, at in judged if at["bytes"] // 1_000_000 == written]
+    for written in sorted({round(at["bytes"] / 1e6) for _, at in judged}):
+        here = [(share, at) for share, at in judged if round(at["bytes"] / 1e6) == written]
         least, (most, at) = min(share for share, _ in here), max(here, key=lambda one: one[0])
         parts.append(
             f"{written} MB: {times(least)} to {times(most)} (page {at['page']}, segments of "

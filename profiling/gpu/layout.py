@@ -127,7 +127,10 @@ def times(value: float | None) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes in short, in powers of 1,000 as the sizes here are."""
+    """Bytes in short: in powers of two where they are whole, else in powers of ten."""
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit and count % unit == 0:
+            return f"{count // unit} {name}"
     for unit, name in ((10**6, "MB"), (10**3, "kB")):
         if count >= unit:
             return f"{count / unit:.4g} {name}"

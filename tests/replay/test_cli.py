@@ -218,7 +218,12 @@ def test_options_reach_the_engine(made, args, wanted):
             3.03,
         ),
         ("--spec eagle --steps 1", SpecConfig("eagle", 1, 1, 4), 1, 2.0),
-        ("--spec eagle --steps 6 --accept eagle3-60-high", SpecConfig("eagle", 6, 1, 4), 6, 3.71),
+        (
+            "--spec eagle --steps 6 --draft-tokens 7 --accept eagle3-60-high",
+            SpecConfig("eagle", 6, 1, 7),
+            6,
+            3.71,
+        ),
         ("--spec dflash --accept dflash-16-maths", SpecConfig("dflash", draft_tokens=16), 15, 7.87),
         ("--spec dflash --accept 1", SpecConfig("dflash", draft_tokens=16), 15, 1.0),
     ],
@@ -232,6 +237,12 @@ def test_speculation_is_set_up_as_asked(made, args, spec, drafted, mean):
     kept = float(figure(result, "per speculative step"))
     assert 1.0 <= kept <= drafted + 1
     assert kept == pytest.approx(mean, rel=0.15)
+
+
+@pytest.mark.parametrize("args", ["--spec eagle --steps 6", "--spec eagle --steps 2 --topk 4"])
+def test_what_is_not_asked_for_follows_from_what_is(args):
+    kept = float(figure(replayed(*SMALL, *args.split()), "per speculative step"))
+    assert kept == pytest.approx(2.65, rel=0.15)
 
 
 def test_without_speculation_there_is_no_acceptance_model(made):
