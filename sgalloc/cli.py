@@ -12,7 +12,15 @@ def main() -> None:
     except ModuleNotFoundError as missing:
         if missing.name not in ("click", "rich"):
             raise
-        sys.exit(f"sgalloc: {missing.name} is not installed: pip install 'sgalloc[cli]'")
+        print(
+            f"sgalloc: {missing.name} is not installed: pip install 'sgalloc[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a sign gets a question mark, not a traceback.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     cli()
 
 

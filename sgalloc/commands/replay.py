@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any, NoReturn
@@ -18,7 +20,7 @@ from sgalloc.replay.clock import StepTime
 from sgalloc.replay.engine import Engine, Options
 from sgalloc.replay.page import prepare_directory, write_report
 from sgalloc.replay.prefix_only import replay_prefixes
-from sgalloc.replay.recording import Totals
+from sgalloc.replay.recording import Recording, Totals
 from sgalloc.replay.requests import Workload
 from sgalloc.replay.summary import summarise, to_table
 from sgalloc.replay.traces import read_trace
@@ -27,6 +29,23 @@ from sgalloc.sizing import SpecConfig
 
 _GIB = 1 << 30
 _REDRAW_SECONDS = 0.1
+# What a refusal of the library calls a number, and what the command line does.
+_OPTION_OF = {
+    "num_pages": "--pages",
+    "page_size": "--page-size",
+    "running_limit": "--running",
+    "max_requests": "--running",
+    "chunk": "--chunk",
+    "headroom": "--headroom",
+    "abort_rate": "--abort-rate",
+    "speed": "--speed",
+    "seed": "--seed",
+    "draft_tokens": "--draft-tokens",
+    "steps": "--steps",
+    "topk": "--topk",
+    "device": "--device",
+    "check_every": "--check",
+}
 
 
 @click.command()
@@ -79,7 +98,11 @@ _REDRAW_SECONDS = 0.1
 )
 @click.option("--steps", type=int, help="Draft steps.  [default: 3 for eagle and ngram]")
 @click.option("--topk", type=int, default=1, show_default=True, help="Branches of a draft tree.")
-@click.option("--draft-tokens", type=int, help="Drafted tokens.  [default: 4, dflash 16]")
+@click.option(
+    "--draft-tokens",
+    type=int,
+    help="Drafted tokens, the known one counted.  [default: steps + 1, dflash 16]",
+)
 @click.option(
     "--accept",
     help=f"Mean tokens kept a step, or one of {', '.join(PRESETS)}.  [default: 2.65, dflash 4.24]",
@@ -104,37 +127,26 @@ def replay(**given: Any) -> None:
     """Drive the allocator with real or generated traffic.
 
     Requests arrive on a virtual clock, share prefixes, are prefilled in chunks, decode, are
-    retracted under pressure and resume; at the end every page and row must be back. The exit
-    status is 1 where a law was broken, 2 for bad usage.
+    retracted under pressure and resume; at the end every page and row must be back. Ctrl-C ends
+    the run with the report so far. The exit status is 1 where a law was broken, 2 for bad usage,
+    130 where it was interrupted before the run.
     """
     try:
+        _refuse_idle(given)
         workload = _workload(given)
         if given["cache_only"]:
             _cache_only(workload, given)
             return
-        options = _options(given)
+        engine = Engine(workload, _options(given), config=_plain(given))
         if given["report"] is not None:
             prepare_directory(given["report"])
-        engine = Engine(workload, options, config=_plain(given))
+    except KeyboardInterrupt:
+        click.echo("sgalloc replay: interrupted before the run", err=True)
+        sys.exit(130)
     except (ValueError, TypeError, OSError, AllocError, ImportError, MemoryError) as error:
         _refuse(error)
-    signal.signal(signal.SIGINT, lambda *_: engine.stop())
-    with _progress() as bars:
-        task = bars.add_task("", total=len(workload.requests), note="")
-        last = 0.0
-
-        def show(totals: Totals) -> None:
-            nonlocal last
-            if monotonic() - last >= _REDRAW_SECONDS:
-                last = monotonic()
-                done = totals.finished + totals.aborted + totals.refused
-                note = f"{totals.steps:,} steps, {totals.retractions:,} retractions"
-                bars.update(task, completed=done, note=note)
-
-        recording = engine.run(show)
-        totals = recording.totals
-        done = totals.finished + totals.aborted + totals.refused
-        bars.update(task, completed=done, note=f"{totals.steps:,} steps")
+    with _on_interrupt(engine.stop):
+        recording = _run(engine, len(workload.requests))
     Console().print(to_table(summarise(recording)))
     try:
         written = write_report(recording, given["report"]) if given["report"] is not None else []
@@ -147,6 +159,51 @@ def replay(**given: Any) -> None:
         sys.exit(1)
 
 
+def _run(engine: Engine, requests: int) -> Recording:
+    """Run the engine behind a progress bar."""
+    with _progress() as bars:
+        task = bars.add_task("", total=requests, note="")
+        last = 0.0
+
+        def show(totals: Totals) -> None:
+            nonlocal last
+            if monotonic() - last >= _REDRAW_SECONDS:
+                last = monotonic()
+                note = f"{totals.steps:,} steps, {totals.retractions:,} retractions"
+                bars.update(task, completed=_ended(totals), note=note)
+
+        recording = engine.run(show)
+        totals = recording.totals
+        bars.update(task, completed=_ended(totals), note=f"{totals.steps:,} steps")
+    return recording
+
+
+def _ended(totals: Totals) -> int:
+    return totals.finished + totals.aborted + totals.refused
+
+
+@contextmanager
+def _on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Let Ctrl-C call ``stop``, and put back what it did before."""
+    before = signal.signal(signal.SIGINT, lambda *_: stop())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _refuse_idle(given: dict[str, Any]) -> None:
+    """Options that would do nothing beside the others given."""
+    if given["spec"] == "none":
+        for name in ("steps", "draft_tokens", "accept"):
+            if given[name] is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for speculation: add --spec")
+    if given["share_partial"] and not given["cache_only"]:
+        raise ValueError("--share-partial is for the cache alone: add --cache-only")
+    if given["cache_only"] and given["report"] is not None:
+        raise ValueError("--cache-only prints one line and has no report: leave out --report")
+
+
 def _workload(given: dict[str, Any]) -> Workload:
     if given["trace"] is None:
         return generate(given["profile"], given["limit"] or 1000, seed=given["seed"])
@@ -154,7 +211,8 @@ def _workload(given: dict[str, Any]) -> Workload:
     for problem in workload.problems:
         click.echo(f"skipped: {problem}", err=True)
     if workload.skipped:
-        click.echo(f"skipped {workload.skipped} lines of {given['trace']}", err=True)
+        lines = "line" if workload.skipped == 1 else "lines"
+        click.echo(f"skipped {workload.skipped} {lines} of {given['trace']}", err=True)
     return workload
 
 
@@ -191,12 +249,12 @@ def _spec(given: dict[str, Any]) -> SpecConfig:
     algorithm = given["spec"]
     if algorithm == "none":
         return SpecConfig()
-    draft = given["draft_tokens"]
-    if draft is None:
-        draft = 16 if algorithm == "dflash" else 4
     steps = given["steps"]
     if steps is None:
         steps = 3 if algorithm in ("eagle", "ngram") else 0
+    draft = given["draft_tokens"]
+    if draft is None:
+        draft = 16 if algorithm == "dflash" else max(steps, 3) + 1
     return SpecConfig(algorithm, steps=steps, topk=given["topk"], draft_tokens=draft)
 
 
@@ -204,9 +262,14 @@ def _acceptance(spec: SpecConfig, accept: str | None) -> Acceptance | None:
     """How many tokens a step keeps: at most one more than are drafted behind the known one."""
     if spec.algorithm == "none":
         return None
-    drafted = {"eagle": spec.steps, "uno": spec.draft_tokens}.get(
-        spec.algorithm, spec.draft_tokens - 1
-    )
+    drafted = spec.draft_tokens if spec.algorithm == "uno" else spec.draft_tokens - 1
+    if spec.algorithm == "eagle":
+        drafted = min(drafted, spec.steps)
+    if drafted < 1:
+        raise ValueError(
+            f"--draft-tokens {spec.draft_tokens} leaves nothing to draft behind the known token: "
+            "give at least 2"
+        )
     if accept in PRESETS:
         return preset(accept, draft_tokens=drafted)
     if accept is None:
@@ -225,19 +288,32 @@ def _cache_only(workload: Workload, given: dict[str, Any]) -> None:
     blocks = next((r.block_tokens for r in workload.requests if r.blocks is not None), None)
     if blocks is None:
         raise ValueError("--cache-only needs a workload with block ids, and this one has none")
-    with _progress() as bars:
-        task = bars.add_task("", total=len(workload.requests), note="")
-        found = replay_prefixes(
-            workload,
-            _pages(given, blocks),
-            share_partial=given["share_partial"],
-            device=given["device"],
-            progress=lambda index: bars.update(task, completed=index + 1),
-        )
+    bars, running = _progress(), [True]
+    task = bars.add_task("", total=len(workload.requests), note="")
+
+    def show(index: int) -> bool:
+        if not bars.live.is_started:
+            bars.start()
+        bars.update(task, completed=index + 1)
+        return running[0]
+
+    try:
+        with _on_interrupt(lambda: running.__setitem__(0, False)):
+            found = replay_prefixes(
+                workload,
+                _pages(given, blocks),
+                share_partial=given["share_partial"],
+                device=given["device"],
+                progress=show,
+            )
+    finally:
+        if bars.live.is_started:
+            bars.stop()
+    pages = "page" if found.evicted == 1 else "pages"
     click.echo(
         f"{found.hits:,} of {found.blocks:,} blocks of {blocks} tokens found in a cache of "
         f"{_pages(given, blocks):,} pages: {100 * found.rate:.2f} % "
-        f"({found.evicted:,} pages evicted)"
+        f"({found.evicted:,} {pages} evicted){'' if running[0] else ', interrupted'}"
     )
 
 
@@ -262,9 +338,13 @@ def _plain(given: dict[str, Any]) -> dict[str, object]:
 
 
 def _refuse(error: BaseException) -> NoReturn:
-    click.echo(f"sgalloc replay: {_one_line(error)}", err=True)
+    line = _one_line(error)
+    for field, option in _OPTION_OF.items():
+        if line.startswith(f"{field} ") or line.startswith(f"{field}="):
+            line = option + line[len(field) :]
+    click.echo(f"sgalloc replay: {line}", err=True)
     sys.exit(2)
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()) or type(error).__name__

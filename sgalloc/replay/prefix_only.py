@@ -14,7 +14,7 @@ class PrefixHits(NamedTuple):
     """Blocks looked up and found.
 
     Attributes:
-        blocks: blocks of all prompts, partial ones included.
+        blocks: blocks of the prompts that were fed, partial ones included.
         hits: those that the cache held.
         evicted: pages evicted.
     """
@@ -35,7 +35,7 @@ def replay_prefixes(
     *,
     share_partial: bool = False,
     device: str = "auto",
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], bool | None] | None = None,
 ) -> PrefixHits:
     """Match and enter each prompt in turn, one page a block; nothing decodes.
 
@@ -44,7 +44,7 @@ def replay_prefixes(
         num_pages: pages of the cache.
         share_partial: whether the partial last block of a prompt is cached like the others.
         device: of the allocator.
-        progress: called with the number of each request.
+        progress: called with the number of each request; False ends the replay there.
 
     Raises:
         ValueError: a prompt is longer than the whole cache.
@@ -58,7 +58,7 @@ def replay_prefixes(
             f"use at least {longest}"
         )
     alloc = KVAllocator(num_pages, size, 1, longest * size, device=device, prefix_cache=True)
-    hits = 0
+    hits = looked_up = 0
     for index, request in enumerate(workload.requests):
         if share_partial:
             tokens = prompt_ids(filled(request), index, share_partial=True)
@@ -67,10 +67,11 @@ def replay_prefixes(
         whole = tokens[: tokens.size // size * size]
         match = alloc.prefix.match(whole)
         hits += match.pages.size
+        looked_up += blocks[index]
         handle = alloc.open_with_prefix(match)
         alloc.extend(handle, whole.size)
         alloc.release(handle, tokens=[whole])
-        if progress is not None:
-            progress(index)
+        if progress is not None and progress(index) is False:
+            break
     alloc.check()
-    return PrefixHits(sum(blocks), hits, alloc.stats().groups["full"].evicted)
+    return PrefixHits(looked_up, hits, alloc.stats().groups["full"].evicted)

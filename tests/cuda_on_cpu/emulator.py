@@ -215,9 +215,11 @@ class Emulator:
         """End the program."""
         if self._process is not None:
             assert self._process.stdin and self._process.stdout and self._errors
-            self._process.stdin.close()
-            self._process.stdout.close()
             self._process.kill()
+            # What the program had not read yet cannot be written any more.
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.stdout.close()
             self._process.wait()
             self._errors.close()
             self._process = None
@@ -325,35 +327,24 @@ class Emulator:
 
         timer = threading.Timer(self._timeout_s, give_up)
         timer.start()
-        answer = None
-        try:
+        answer, size = b"", -1
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.write(_word(len(request)) + request)
             process.stdin.flush()
             head = process.stdout.read(8)
             if len(head) == 8:
                 (size,) = struct.unpack("<Q", head)
                 answer = process.stdout.read(size)
-        except BrokenPipeError:
-            pass
-        finally:
-            timer.cancel()
-        if answer is not None and len(answer) == size:
+        timer.cancel()
+        if len(answer) == size:
             return answer
         process.wait()
         self._errors.seek(0)
         report = self._errors.read().decode(errors="replace")
-        # What it had not read yet must not be flushed into the closed pipe.
-        with_end = f"the launch did not end in {self._timeout_s} s" if late.is_set() else report
-        self._drop()
-        raise LaunchFailed(with_end or f"the program ended with {process.returncode}")
-
-    def _drop(self) -> None:
-        assert self._process and self._process.stdin and self._process.stdout and self._errors
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.stdout.close()
-        self._errors.close()
-        self._process = None
+        self.close()
+        if late.is_set():
+            report = f"the launch did not end in {self._timeout_s} s"
+        raise LaunchFailed(report or f"the program ended with {process.returncode}")
 
 
 def mutated(folder: Path, file: str, old: str, new: str) -> Path:

@@ -177,19 +177,23 @@ def test_a_part_of_a_tensor_receives_slots(torch: Any) -> None:
     assert host(whole).tolist() == expected
 
 
+def _tensor(torch: Any, size: int, dtype: str, device: str = "cuda") -> Any:
+    return torch.empty(size, dtype=getattr(torch, dtype), device=device)
+
+
 WRONG_OUT: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
-    "too short": (lambda torch: torch.empty(5, dtype=torch.int32, device="cuda"), ValueError, "shape"),
+    "too short": (lambda torch: _tensor(torch, 5, "int32"), ValueError, "shape"),
     "too long": (lambda torch: cupy.empty(7, cupy.int32), ValueError, "shape"),
     "two dimensions": (lambda torch: cupy.empty((2, 3), cupy.int32), ValueError, "shape"),
     "every second": (lambda torch: cupy.empty(12, cupy.int32)[::2], ValueError, "contiguous"),
-    "floats": (lambda torch: torch.empty(6, dtype=torch.float32, device="cuda"), TypeError, "int32"),
+    "floats": (lambda torch: _tensor(torch, 6, "float32"), TypeError, "int32"),
     "int8": (lambda torch: cupy.empty(6, cupy.int8), TypeError, "int32"),
     "unsigned": (lambda torch: cupy.empty(6, cupy.uint32), TypeError, "int32"),
     "a NumPy array": (lambda torch: np.empty(6, np.int32), TypeError, "cuda"),
-    "a tensor on the CPU": (lambda torch: torch.empty(6, dtype=torch.int32), TypeError, "cuda"),
+    "a tensor on the CPU": (lambda torch: _tensor(torch, 6, "int32", "cpu"), TypeError, "cuda"),
     "a list": (lambda torch: [0] * 6, TypeError, "cuda"),
     "a number": (lambda torch: 6, TypeError, "cuda"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG_OUT)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import cupy
@@ -64,7 +65,7 @@ def assert_rest_is_zero(alloc: sgalloc.KVAllocator, rows: list[int]) -> None:
     """No other row was written; compared on the device, a block of rows at a time."""
     table = alloc.req_to_token
     edges = sorted({0, *rows, *(row + 1 for row in rows), ROWS})
-    for first, stop in zip(edges[:-1], edges[1:], strict=True):
+    for first, stop in pairwise(edges):
         if first in rows:
             continue
         for at in range(first, stop, 512):

@@ -246,7 +246,7 @@ def test_what_is_not_asked_for_follows_from_what_is(args):
 
 
 def test_without_speculation_there_is_no_acceptance_model(made):
-    result = replayed(*SMALL, "--accept", "2.0")
+    result = replayed(*SMALL)
     assert made[0].options.acceptance is None
     assert "per speculative step" not in result.stdout
 
@@ -446,8 +446,12 @@ def line_of(result: Result) -> str:
 @pytest.mark.parametrize(
     ("args", "fragments"),
     [
-        ("--page-size 0", ["page_size", "0"]),
-        ("--page-size -16", ["page_size", "-16"]),
+        ("--accept 2.0", ["--accept", "--spec"]),
+        ("--steps 3", ["--steps", "--spec"]),
+        ("--draft-tokens 3", ["--draft-tokens", "--spec"]),
+        ("--share-partial", ["--share-partial", "--cache-only"]),
+        ("--page-size 0", ["--page-size", "0"]),
+        ("--page-size -16", ["--page-size", "-16"]),
         ("--page-size 1.5", ["--page-size", "1.5"]),
         ("--pages 0", ["pages", "0"]),
         ("--pages -1", ["pages", "-1"]),
@@ -467,8 +471,8 @@ def line_of(result: Result) -> str:
         ("--running 0", ["running", "0"]),
         ("--chunk 0", ["chunk", "0"]),
         ("--headroom -1", ["headroom", "-1"]),
-        ("--abort-rate 1.5", ["abort_rate", "1.5"]),
-        ("--abort-rate nan", ["abort_rate", "nan"]),
+        ("--abort-rate 1.5", ["--abort-rate", "1.5"]),
+        ("--abort-rate nan", ["--abort-rate", "nan"]),
         ("--check -1", ["check", "-1"]),
         ("--seed -1", ["seed", "-1"]),
         ("--device abacus", ["'abacus'", "'cpu'"]),
@@ -477,8 +481,8 @@ def line_of(result: Result) -> str:
         ("--spec magic", ["--spec", "magic", "eagle"]),
         ("--spec eagle --steps 0", ["steps", "0"]),
         ("--spec eagle --topk 0", ["topk", "0"]),
-        ("--spec eagle --draft-tokens 0", ["draft_tokens", "0"]),
-        ("--spec dflash --draft-tokens -1", ["draft_tokens", "-1"]),
+        ("--spec eagle --draft-tokens 0", ["--draft-tokens", "0"]),
+        ("--spec dflash --draft-tokens -1", ["--draft-tokens", "-1"]),
         ("--spec eagle --accept 0.5", ["--accept", "0.5", "from 1 to 4"]),
         ("--spec eagle --accept 4.5", ["--accept", "4.5", "from 1 to 4"]),
         ("--spec dflash --accept nan", ["--accept", "nan", "from 1 to 16"]),
@@ -603,7 +607,7 @@ def test_output_in_a_narrow_encoding_is_still_an_outcome(encoding):
 def test_bad_usage_and_broken_laws_reach_the_shell():
     bad = process("replay", "--page-size", "0")
     assert (bad.returncode, bad.stdout) == (2, b"")
-    assert bad.stderr.startswith(b"sgalloc replay: page_size") and bad.stderr.count(b"\n") == 1
+    assert bad.stderr.startswith(b"sgalloc replay: --page-size") and bad.stderr.count(b"\n") == 1
     leak = """
 import sys
 import numpy as np
