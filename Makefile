@@ -5,11 +5,13 @@
 #   ARGS="..."               appended to the command that the target runs
 #   CONSTRAINTS=FILE         a pip constraints file for what is installed
 #   TORCH=1                  installs torch for the tests that exchange tensors with it
+#   KERNELS=1                installs NVRTC for the tests that compile the CUDA kernels
 
 PYTHON ?= python3
 ARGS ?=
 CONSTRAINTS ?=
 TORCH ?=
+KERNELS ?=
 REPLAY_DEFAULTS ?= --limit 1000
 
 VENV := .venv
@@ -21,7 +23,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constrain
 # A stamp says what was installed, so that another choice of TORCH or CONSTRAINTS installs again.
 flavour = $(if $(CONSTRAINTS),-$(subst /,_,$(CONSTRAINTS)))
 RUN_STAMP := $(VENV)/.installed$(flavour)
-TEST_STAMP := $(VENV_TEST)/.installed-test$(if $(TORCH),-torch)$(flavour)
+TEST_STAMP := $(VENV_TEST)/.installed-test$(if $(TORCH),-torch)$(if $(KERNELS),-kernels)$(flavour)
 LINT_STAMP := $(VENV_TEST)/.installed-lint$(flavour)
 METADATA := setup.py pyproject.toml sgalloc/_version.py $(CONSTRAINTS)
 
@@ -32,7 +34,7 @@ METADATA := setup.py pyproject.toml sgalloc/_version.py $(CONSTRAINTS)
 
 help:
 	@echo "make replay   run the allocator under generated traffic (ARGS=\"--help\" lists the options)"
-	@echo "make test     run the tests (TORCH=1: those with torch too)"
+	@echo "make test     run the tests (TORCH=1 KERNELS=1: those with torch and NVRTC too)"
 	@echo "make lint     ruff and mypy"
 	@echo "make bench    host benchmarks"
 	@echo "make clean    remove the virtual environments and everything built"
@@ -64,7 +66,7 @@ $(RUN_STAMP): $(METADATA) | $(VENV)/bin/python
 	@touch $@
 
 $(TEST_STAMP): $(METADATA) | $(VENV_TEST)/bin/python
-	$(VENV_TEST)/bin/python -m pip install $(PIP_FLAGS) --editable ".[test$(if $(TORCH),$(comma)torch)]"
+	$(VENV_TEST)/bin/python -m pip install $(PIP_FLAGS) --editable ".[test$(if $(TORCH),$(comma)torch)$(if $(KERNELS),$(comma)kernels)]"
 	@touch $@
 
 $(LINT_STAMP): $(METADATA) | $(VENV_TEST)/bin/python

@@ -98,27 +98,40 @@ extern "C" __global__ void assign_pages(
     apply_step(t, tile, step);
 }
 
+constexpr u32 kStaged = 1, kEmpty = 2;
+
 // The same inside a graph of the caller's, which is replayed without the host: each replay
 // applies the next of the steps that were staged, or nothing where none was.
 //
 // steps: a ring of `ring` steps, `stride` bytes apart, mapped. counters: device memory, zero at
-// first: [0] steps applied, [1] blocks done with this replay. applied: mapped, the host reads it.
+// first: [0] steps applied, [1] blocks done with this replay, [2] what its first block found.
+// applied: mapped, the host reads it.
 extern "C" __global__ void replay_pages(
     i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
     i32 tile, const char* steps, i64 stride, u32 ring, u32* counters, volatile u32* applied) {
     Tables t = {slots, page_table, row_width, row_pages, page_size, quad_shift};
-    __shared__ u32 next;
-    if (threadIdx.x == 0) next = *static_cast<volatile u32*>(counters);
+    __shared__ u32 next, found;
+    if (threadIdx.x == 0) {
+        next = *static_cast<volatile u32*>(counters);
+        const Step* step = reinterpret_cast<const Step*>(steps + (next % ring) * stride);
+        u32 mine = *static_cast<const volatile u32*>(&step->serial) == next + 1 ? kStaged : kEmpty;
+        // The host may stage while this runs: the first block decides for all.
+        __threadfence_system();
+        u32 decided = atomicCAS(counters + 2, 0u, mine);
+        found = decided ? decided : mine;
+        __threadfence_system();
+    }
     __syncthreads();
     u32 serial = next;
+    bool staged = found == kStaged;
     const Step* step = reinterpret_cast<const Step*>(steps + (serial % ring) * stride);
-    bool staged = *static_cast<const volatile u32*>(&step->serial) == serial + 1;
     if (staged) apply_step(t, tile, step);
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence_system();
         if (atomicAdd(counters + 1, 1u) == gridDim.x - 1) {
             counters[1] = 0;
+            counters[2] = 0;
             if (staged) {
                 counters[0] = serial + 1;
                 *applied = serial + 1;

@@ -19,8 +19,11 @@ struct Gather {
 // Entries of pages that this very launch writes come from `ids`, the others from the table, so
 // that no block has to wait for another.
 static __device__ __forceinline__ void gather(const Tables& t, const Gather& g, const i32* ids) {
-    i32 stride = gridDim.x * blockDim.x;
-    for (i32 at = blockIdx.x * blockDim.x + threadIdx.x; at < g.total; at += stride) {
+    // Unsigned, since the last stride may pass 2**31.
+    u32 stride = gridDim.x * blockDim.x;
+    u32 total = static_cast<u32>(g.total);
+    for (u32 next = blockIdx.x * blockDim.x + threadIdx.x; next < total; next += stride) {
+        i32 at = static_cast<i32>(next);
         i32 r, position;
         if (g.uniform) {
             r = at / g.uniform;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,8 +105,9 @@ class KVAllocator(Holdings):
         )
         ledger = Ledger(self.max_requests, self.row_width, self.page_size)
         self._ledger = ledger
-        self._core = Core.build(ledger, PagePool(self.num_pages), table, prefix_cache)
         self._refusals: Counter[str] = Counter()
+        pool = PagePool(self.num_pages)
+        self._core = Core.build(ledger, pool, table, prefix_cache, self._count)
         ranges.instrument(self, _RANGED)
 
     # -- what is held ----------------------------------------------------------------------
@@ -142,7 +143,11 @@ class KVAllocator(Holdings):
             OutOfRows: fewer rows are free.
             RowTooNarrow: a match is longer than a row.
         """
-        wanted = [matches] if isinstance(matches, Match) else list(matches)
+        if isinstance(matches, Match):
+            matches = [matches]
+        if not isinstance(matches, Iterable):
+            raise TypeError(f"open_with_prefix takes matches of prefix.match, got {matches!r}")
+        wanted = list(matches)
         for match in wanted:
             if not isinstance(match, Match):
                 raise TypeError(f"open_with_prefix takes matches of prefix.match, got {match!r}")

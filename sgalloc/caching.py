@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sgalloc.errors import InsideSharedPage, RowTooNarrow, StalePlan
+from sgalloc.errors import AllocError, InsideSharedPage, RowTooNarrow, StalePlan
 from sgalloc.inputs import Int64, int64_array, token_sequences
 from sgalloc.ledger import Ledger, names_one
 from sgalloc.pages import CACHED, WAITING, Int32, PagePool
@@ -37,7 +37,9 @@ class PrefixCache:
         pool: PagePool,
         device: Device,
         quarantine: Quarantine,
+        count: Callable[[AllocError], None],
     ) -> None:
+        self._count = count
         self.tree = tree
         self.holds: dict[int, Node] = {}
         self._ledger = ledger
@@ -77,7 +79,11 @@ class PrefixCache:
         Raises:
             ValueError: the ids differ from the prefix that a request was opened with.
         """
-        rows = self._ledger.rows_of(x)
+        try:
+            rows = self._ledger.rows_of(x)
+        except AllocError as refusal:
+            self._count(refusal)
+            raise
         prepared = self.prepare(rows, token_sequences(tokens, rows.size, names_one(x)))
         event = self._quarantine.pending(after)
         self._quarantine.settle()

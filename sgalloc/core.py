@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from sgalloc.caching import PrefixCache
 from sgalloc.device import Device
+from sgalloc.errors import AllocError
 from sgalloc.ledger import Ledger
 from sgalloc.pages import CACHED, Int32, PagePool
 from sgalloc.prefix import RadixTree, Victim
@@ -23,13 +25,20 @@ class Core(NamedTuple):
     prefix: PrefixCache | None
 
     @classmethod
-    def build(cls, ledger: Ledger, pool: PagePool, device: Device, prefix_cache: bool) -> Core:
-        """The parts, wired up."""
+    def build(
+        cls,
+        ledger: Ledger,
+        pool: PagePool,
+        device: Device,
+        prefix_cache: bool,
+        count: Callable[[AllocError], None],
+    ) -> Core:
+        """The parts, wired up; ``count`` is told of refusals by the prefix cache."""
         tree = RadixTree(ledger.page_size) if prefix_cache else None
         quarantine = Quarantine(pool, ledger, tree)
         prefix = None
         if tree is not None:
-            prefix = PrefixCache(tree, ledger, pool, device, quarantine)
+            prefix = PrefixCache(tree, ledger, pool, device, quarantine, count)
         return cls(ledger, pool, quarantine, device, tree, prefix)
 
     @property

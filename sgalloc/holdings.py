@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -90,7 +91,10 @@ class Holdings:
 
     def batch(self, x: Any) -> Batch:
         """What a decode loop keeps: ``x`` looked up once."""
-        return Batch(self._ledger, x.handles if isinstance(x, Batch) else x)
+        if isinstance(x, Batch):
+            x.rows_in(self._ledger)
+            x = x.handles
+        return Batch(self._ledger, x)
 
     def rows(self, x: Any) -> Int32:
         """Rows of the table, int32 ``(n,)``."""
@@ -230,9 +234,9 @@ class Holdings:
         )
         live = ledger.live()
         return Stats(
-            {"full": group},
+            MappingProxyType({"full": group}),
             rows,
-            dict(self._refusals),
+            MappingProxyType(dict(self._refusals)),
             committed=int(ledger.committed.take(live).sum()),
             allocated=int(ledger.allocated.take(live).sum()),
             staging=StagingStats(*self._core.device.staging),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -108,15 +109,30 @@ def token_sequences(tokens: Any, n: int, single: bool) -> list[Int64 | None]:
         TypeError: not sequences of integers.
         ValueError: not ``n`` of them.
     """
-    if not hasattr(tokens, "__len__") or isinstance(tokens, (str, bytes)):
-        raise TypeError(f"tokens must be one sequence of ids per request, got {tokens!r}")
-    if single and (not len(tokens) or (np.ndim(tokens[0]) == 0 and tokens[0] is not None)):
+    if not _in_order(tokens):
+        raise TypeError(
+            f"tokens must be one sequence of ids per request, got a {type(tokens).__name__}: "
+            f"{_shown(tokens)}"
+        )
+    if single and (not len(tokens) or not (tokens[0] is None or _in_order(tokens[0]))):
         tokens = [tokens]
     if len(tokens) != n:
         raise ValueError(
             f"tokens has {len(tokens)} sequences for {n} requests: pass one per request"
         )
+    for ids in tokens:
+        if ids is not None and not _in_order(ids):
+            raise TypeError(
+                f"tokens must be one sequence of ids per request, got {_shown(ids)} for one"
+            )
     return [None if ids is None else int64_array(ids, "tokens") for ids in tokens]
+
+
+def _in_order(value: Any) -> bool:
+    """Whether ``value`` is a sequence, array or tensor with at least one dimension."""
+    if isinstance(value, (str, bytes, Mapping, Set)):
+        return False
+    return getattr(value, "ndim", 1) > 0 and hasattr(value, "__len__")
 
 
 def on_device(value: Any) -> bool:

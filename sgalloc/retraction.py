@@ -74,6 +74,7 @@ def choose_victims(
         ValueError: the order does not name each request once.
     """
     running = int64_array(getattr(handles, "handles", handles), "handles")
+    alloc.rows(running)  # all of them open, each named once
     if order is None:
         if output_lens is None or prompt_lens is None:
             raise ValueError("choose_victims needs an order, or output_lens and prompt_lens")

@@ -75,6 +75,15 @@ class Gpu:
         """Launch ``graph`` on the stream with the handle ``stream``."""
         self.runtime.graphLaunch(graph.graphExec, stream)
 
+    def time_ns(self, call: Callable[[], Any]) -> int:
+        """Nanoseconds that the GPU takes for what ``call`` puts on the idle default stream."""
+        runtime = self.runtime
+        runtime.eventRecord(self._start, 0)
+        call()
+        runtime.eventRecord(self._stop, 0)
+        runtime.eventSynchronize(self._stop)
+        return round(runtime.eventElapsedTime(self._start, self._stop) * 1e6)
+
     def replay_ns(self, graph: Any, stream: int) -> int:
         """Nanoseconds that the GPU takes for ``graph`` on an idle ``stream``."""
         runtime = self.runtime

@@ -145,9 +145,9 @@ def host_calls(
     """What a write does beside launching, each alone; nothing here uses the GPU but one launch."""
     from sgalloc.device.layout import SMALL_BYTES, fill, fill_pages, lay_out_small
     from sgalloc.device.staging import Slot
-    from sgalloc.device.streams import Ready, new_event
+    from sgalloc.device.streams import Handle, Ready, new_event
 
-    runtime, table = gpu.runtime, alloc._core.device
+    runtime, table, null = gpu.runtime, alloc._core.device, Handle(0)
     small = Slot(SMALL_BYTES, copied=False)
     lay_out_small(small)
     large = Slot(128 + 12 * MANY + 64, copied=True)
@@ -162,9 +162,6 @@ def host_calls(
         arguments = (*geometry.arguments, tile, small.ptr)
         function((1,), (THREADS,), arguments, 0, null)
 
-    from sgalloc.device.streams import Handle
-
-    null = Handle(0)
     return {
         "assign_pages by its Function": step,
         "staging slot taken from the ring": lambda: table._small.take(),

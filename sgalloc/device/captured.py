@@ -46,7 +46,7 @@ class CapturedUpdate:
             self._keep_applied, applied = pinned(4)
             self._applied = applied.view(np.uint32)
             self._applied[0] = 0
-            self._counters = cupy.zeros(2, cupy.uint32)
+            self._counters = cupy.zeros(3, cupy.uint32)
             runtime.deviceSynchronize()
         self._staged = 0
 

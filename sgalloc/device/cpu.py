@@ -100,14 +100,12 @@ class CpuDevice:
             TypeError: not a writable int32 or int64 array in host memory.
             ValueError: not flat, contiguous and of exactly ``size`` entries.
         """
-        array: NDArray[Any] = out
-        if not isinstance(out, np.ndarray):
-            if hasattr(out, "__cuda_array_interface__") or not hasattr(out, "__array__"):
-                raise TypeError(
-                    f"out must be an int32 or int64 array on the CPU, got {type(out).__name__}: "
-                    "this allocator's table lives on the CPU"
-                )
-            array = np.asarray(out)
+        array = out if isinstance(out, np.ndarray) else _as_numpy(out)
+        if array is None:
+            raise TypeError(
+                f"out must be an int32 or int64 array on the CPU, got {type(out).__name__}: "
+                "this allocator's table lives on the CPU"
+            )
         if array.dtype not in (np.int32, np.int64):
             raise TypeError(f"out must be int32 or int64, got {array.dtype}")
         if array.shape != (size,):
@@ -156,3 +154,14 @@ class CpuDevice:
             return ids.reshape(-1, 1)
         slots: Int32 = ids.reshape(-1, 1) * self._per_page + self._offsets
         return slots
+
+
+def _as_numpy(out: Any) -> NDArray[Any] | None:
+    """The memory of an array of another library; None if it cannot be shared."""
+    if not hasattr(out, "__array__"):
+        return None
+    try:
+        return np.asarray(out)
+    except Exception:
+        # Whatever the caller's object says, such as that its memory is a GPU's.
+        return None

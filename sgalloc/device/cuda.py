@@ -363,7 +363,7 @@ class CudaDevice:
             )
             self.copies += 1
             tiles = -(-n // TILE_REQUESTS)
-            words, ticket, taken, epoch = self._scan.begin(tiles)
+            words, ticket, taken, epoch = self._scan.begin(stream)
             kernel("page_watermarks", self.index)(
                 (tiles,),
                 (THREADS,),
@@ -385,6 +385,7 @@ class CudaDevice:
                 0,
                 Handle(stream),
             )
+            self._scan.launched(tiles)
             self.launches += 1
             slot.hold(stream)
             self._last = Ready(slot.event, self.index)
@@ -470,15 +471,17 @@ class _Scan:
         self._taken = 0
         self._epoch = 0
 
-    def begin(self, tiles: int) -> tuple[int, int, int, int]:
-        """Words, ticket, tickets taken before, and the epoch of a launch of ``tiles`` blocks."""
+    def begin(self, stream: int) -> tuple[int, int, int, int]:
+        """Words, ticket, tickets taken before, and the epoch of a launch on ``stream``."""
         self._epoch += 1
         if self._epoch >= 1 << 30:
-            self._words.fill(0)
+            runtime.memsetAsync(self._words.data.ptr, 0, self._words.nbytes, stream)
             self._epoch = 1
-        before = self._taken
-        self._taken = (before + tiles) % (1 << 32)
-        return self._words.data.ptr, self._ticket.data.ptr, before, self._epoch
+        return self._words.data.ptr, self._ticket.data.ptr, self._taken, self._epoch
+
+    def launched(self, tiles: int) -> None:
+        """Note that ``tiles`` blocks take a ticket each; a launch that failed takes none."""
+        self._taken = (self._taken + tiles) % (1 << 32)
 
 
 class _Current:

@@ -125,14 +125,14 @@ def _empty_program() -> Path:
 
 @lru_cache(maxsize=1)
 def kernels() -> Path:
-    """The program that serves every kernel of the sources, and the probes; made once a session."""
+    """The program that serves every kernel of the sources, and the probes; made once a test run."""
     require_compiler()
     return build().program("kernels", [*sorted(CUDA.glob("*.cu")), HERE / "probes.cu"])
 
 
 @lru_cache(maxsize=2)
 def build(tsan: bool = False) -> Build:
-    """The emulation's own objects, made once a session."""
+    """The emulation's own objects, made once a test run."""
     folder = Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Build(folder, tsan)

@@ -1,0 +1,312 @@
+"""Stands in for CuPy where there is no GPU, so that what drives one can be run from end to end.
+
+Device memory is host memory; whatever is put on a stream is done at once, and what is put on a
+capturing stream when its graph is launched. The kernels are done by NumPy, from the row law.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import types
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+_MODULES = ("captured", "cuda", "layout", "order", "staging", "streams")
+_NEVER = 2**31 - 1
+
+
+class Array(np.ndarray):  # type: ignore[type-arg]
+    """A device array."""
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """Where it begins."""
+        return types.SimpleNamespace(ptr=self.ctypes.data)
+
+    def get(self) -> Any:
+        """A copy on the host."""
+        return np.array(self)
+
+
+class Cuda:
+    """The state of the stand-in.
+
+    Attributes:
+        events: the clock's time of each event that was recorded.
+        capturing: what was put on each capturing stream.
+        launches: names of the kernels that ran.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.events: dict[int, float] = {}
+        self.capturing: dict[int, list[Callable[[], None]]] = {}
+        self.launches: list[str] = []
+        self.scans: dict[int, int] = {}
+
+    def number(self) -> int:
+        """A new handle."""
+        self._count += 1
+        return self._count
+
+    def put(self, stream: int, work: Callable[[], None]) -> None:
+        """Do ``work`` now, or with the graph that is being captured."""
+        if stream in self.capturing:
+            self.capturing[stream].append(work)
+        else:
+            work()
+
+    def record(self, event: int, stream: int) -> None:
+        """Note the time."""
+        assert event, "no such event"
+        self.put(stream, lambda: self.events.__setitem__(event, perf_counter()))
+
+    def launch(self, graph: list[Callable[[], None]], stream: int) -> None:
+        """Do what was captured."""
+        assert stream not in self.capturing
+        for work in graph:
+            work()
+
+    def run(self, name: str, grid: Any, block: Any, arguments: Any, stream: int) -> None:
+        """Launch a kernel."""
+        assert 0 < grid[0] < 2**31 and 0 < block[0] <= 1024
+        assert stream < 1000, "no such stream"
+
+        def work() -> None:
+            self.launches.append(name)
+            if name == "assign_pages":
+                _assign_pages(*arguments)
+            elif name == "page_watermarks":
+                _page_watermarks(grid[0], *arguments)
+            else:
+                assert name in ("nothing", "takes", "copy_all"), name
+
+        self.put(stream, work)
+
+
+def _view(pointer: int, count: int, dtype: Any) -> Any:
+    size = int(count) * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(int(pointer)), dtype)
+
+
+def _write(slots: int, width: int, per_row: int, size: int, places: Any, ids: Any) -> None:
+    if not len(ids):
+        return
+    row, number = np.divmod(places, per_row)
+    entries = (row * width + number * size)[:, None] + np.arange(size)
+    table = _view(slots, entries.max() + 1, np.int32)
+    table[entries] = ids[:, None].astype(np.int64) * size + np.arange(size)
+
+
+def _assign_pages(
+    slots: int, _pages: int, width: Any, per_row: Any, size: Any, _shift: Any, tile: Any, step: int
+) -> None:
+    assert 1 <= tile <= 1024
+    words = _view(step, 32, np.int32)
+    pages, runs, requests, total, uniform, wide = words[:6].tolist()
+    places_at, ids_at, offsets_at, *gathered = words[8:16].tolist()
+    ids = _view(step + ids_at, pages, np.int32)
+    page = np.arange(pages)
+    if runs:
+        run = _view(step + offsets_at, runs, np.int32).searchsorted(page, "right") - 1
+        places = _view(step + places_at, runs, np.int64)[run] + page
+    else:
+        places = _view(step + places_at, pages, np.int64)
+    _write(slots, int(width), int(per_row), int(size), places, ids)
+    if not total:
+        return
+    row, start, offset, fresh, new_at = (_view(step + at, requests, np.int32) for at in gathered)
+    at = np.arange(total)
+    r = at // uniform if uniform else offset.searchsorted(at, "right") - 1
+    position = start[r] + at - (r * uniform if uniform else offset[r])
+    where = row[r].astype(np.int64) * width + position
+    found = _view(slots, where.max() + 1, np.int32)[where]
+    ahead = position // size - fresh[r].astype(np.int64)
+    new = ahead >= 0
+    found[new] = ids[(new_at[r] + ahead)[new]] * size + position[new] % size
+    out = _view(words[6:8].view(np.int64)[0], total, np.int64 if wide else np.int32)
+    out[:] = found
+
+
+def _page_watermarks(
+    tiles: int,
+    slots: int,
+    _pages: int,
+    width: Any,
+    per_row: Any,
+    size: Any,
+    _shift: Any,
+    tile: Any,
+    requests: Any,
+    rows: int,
+    committed: int,
+    allocated: int,
+    reserves: int,
+    reserve: Any,
+    ids: int,
+    words: int,
+    ticket: int,
+    base: Any,
+    epoch: Any,
+) -> None:
+    assert 1 <= tile <= 1024 and tiles == -(-int(requests) // 1024)
+    taken, told = _view(ticket, 1, np.uint32), _view(words, tiles, np.uint64)
+    assert taken[0] == base, "tickets of another launch are in the way"
+    assert (told >> np.uint64(34) != epoch).all(), "words of another launch are in the way"
+    taken[0] += tiles
+    told[:] = (int(epoch) << 2 | 2) << 32
+    row, done, held = (_view(at, requests, np.int32) for at in (rows, committed, allocated))
+    more = _view(reserves, requests, np.int32) if reserves else reserve
+    first = held.astype(np.int64) // size
+    last = -(-(done.astype(np.int64) + more) // size)
+    count = np.maximum(last - first, 0)
+    within = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
+    places = (row * np.int64(per_row) + first).repeat(count) + within
+    taken_ids = _view(ids, count.sum(), np.int32)
+    _write(slots, int(width), int(per_row), int(size), places, taken_ids)
+
+
+def _modules(state: Cuda) -> dict[str, Any]:
+    runtime: Any = types.ModuleType("cupy.cuda.runtime")
+    runtime.CUDARuntimeError = type("CUDARuntimeError", (RuntimeError,), {})
+    runtime.deviceSynchronize = lambda: None
+    runtime.getDevice = lambda: 0
+    runtime.setDevice = lambda _: None
+    runtime.getDeviceCount = lambda: 1
+    runtime.getDeviceProperties = lambda _: {
+        "name": b"Stand-in",
+        "multiProcessorCount": 132,
+        "l2CacheSize": 60 << 20,
+        "totalGlobalMem": 141 << 30,
+    }
+    runtime.driverGetVersion = runtime.runtimeGetVersion = lambda: 13000
+    runtime.eventCreate = state.number
+    runtime.eventCreateWithFlags = lambda _: state.number()
+    runtime.eventRecord = state.record
+    runtime.eventQuery = runtime.eventSynchronize = lambda _: 0
+    runtime.eventElapsedTime = lambda a, b: 1e3 * (state.events[b] - state.events[a])
+    runtime.streamWaitEvent = lambda stream, event, flags=0: None
+    runtime.streamIsCapturing = lambda stream: stream in state.capturing
+    runtime.graphLaunch = state.launch
+    runtime.memcpyAsync = lambda to, source, size, kind, stream: state.put(
+        stream, lambda: ctypes.memmove(to, source, size) and None
+    )
+    runtime.memsetAsync = lambda to, value, size, stream: state.put(
+        stream, lambda: ctypes.memset(to, value, size) and None
+    )
+
+    class Graph:
+        def __init__(self, work: list[Callable[[], None]]) -> None:
+            self.graphExec = work
+
+        def upload(self, stream: Any) -> None: ...
+
+    class Stream:
+        null: Any
+
+        def __init__(
+            self, null: bool = False, non_blocking: bool = False, priority: int | None = None
+        ) -> None:
+            self.ptr = 0 if null else state.number()
+
+        def begin_capture(self, mode: int) -> None:
+            state.capturing[self.ptr] = []
+
+        def end_capture(self) -> Graph:
+            return Graph(state.capturing.pop(self.ptr))
+
+        def synchronize(self) -> None: ...
+
+    class Function:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, self
+
+        def __call__(
+            self, grid: Any, block: Any, args: Any, shared: int = 0, stream: Any = None
+        ) -> None:
+            state.run(self.name, grid, block, args, 0 if stream is None else stream.ptr)
+
+    class RawModule:
+        def __init__(self, code: str, options: Any = ()) -> None:
+            self._code = code
+
+        def get_function(self, name: str) -> Function:
+            assert f" {name}(" in self._code
+            return Function(name)
+
+    class PinnedMemory:
+        def __init__(self, size: int, flags: int) -> None:
+            self._buffer = ctypes.create_string_buffer(size + 64)
+            self.ptr = -(-ctypes.addressof(self._buffer) // 64) * 64
+
+    class Device:
+        attributes = {"MultiProcessorCount": 132}  # noqa: RUF012
+
+        def __init__(self, index: int) -> None: ...
+
+        def __enter__(self) -> Device:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    Stream.null = Stream(null=True)
+    stream_module: Any = types.ModuleType("cupy.cuda.stream")
+    stream_module.Stream = Stream
+    stream_module.get_current_stream = lambda device=None: Stream.null
+    cuda: Any = types.ModuleType("cupy.cuda")
+    cuda.__path__ = []
+    cuda.runtime, cuda.stream, cuda.Stream = runtime, stream_module, Stream
+    cuda.Device, cuda.PinnedMemory = Device, PinnedMemory
+    cupy: Any = types.ModuleType("cupy")
+    cupy.__path__ = []
+    cupy.cuda, cupy.RawModule = cuda, RawModule
+    cupy.RawKernel = lambda code, name: Function(name)
+    for name in ("int32", "uint8", "uint32", "uint64"):
+        setattr(cupy, name, getattr(np, name))
+    cupy.zeros = lambda shape, dtype: np.zeros(shape, dtype).view(Array)
+    cupy.empty = lambda shape, dtype: np.full(shape, 77, dtype).view(Array)
+    cupy.asarray = lambda a: a if isinstance(a, Array) else np.array(a).view(Array)
+    cupy.asnumpy = lambda a: np.array(a)
+    cupy.get_default_memory_pool = lambda: types.SimpleNamespace(free_all_blocks=lambda: None)
+    return {
+        "cupy": cupy,
+        "cupy.cuda": cuda,
+        "cupy.cuda.runtime": runtime,
+        "cupy.cuda.stream": stream_module,
+    }
+
+
+def install(patch: pytest.MonkeyPatch) -> Cuda:
+    """Let CuPy be the stand-in until ``patch`` is undone; rooms that import it are imported anew."""
+    from sgalloc.device import kernels
+
+    state = Cuda()
+    for name, module in _modules(state).items():
+        patch.setitem(sys.modules, name, module)
+    device = sys.modules["sgalloc.device"]
+    for name in _MODULES:
+        patch.delitem(sys.modules, f"sgalloc.device.{name}", raising=False)
+        # What is imported from here on is forgotten when this is undone.
+        patch.setitem(sys.modules, f"sgalloc.device.{name}", types.ModuleType("none"))
+        del sys.modules[f"sgalloc.device.{name}"]
+        patch.delattr(device, name, raising=False)
+    for cached in (kernels.kernel, kernels._module):
+        cached.cache_clear()
+        patch.setattr(kernels, cached.__name__, _uncached(cached))
+    return state
+
+
+def _uncached(cached: Any) -> Any:
+    """The function itself, so that nothing of the stand-in outlives it."""
+    function = cached.__wrapped__
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.cache_info = cached.cache_info  # type: ignore[attr-defined]
+    return call
