@@ -3,7 +3,7 @@
 #include "common.cuh"
 
 constexpr i32 kThreads = 256;
-constexpr i32 kPerThread = 4;
+constexpr i32 kPerThread = 4;  // at most
 constexpr i32 kTileRequests = kThreads * kPerThread;
 constexpr i32 kWarps = kThreads / 32;
 
@@ -41,7 +41,8 @@ static __device__ __forceinline__ i32 look_back(const u64* words, u32 epoch, i32
     return before;
 }
 
-// One block a tile of kTileRequests requests.
+// One block a tile of `tile_requests`, at most kTileRequests: few where requests need many pages,
+// so that all multiprocessors have a share.
 //
 // rows, committed, allocated: int32 (requests,). reserves: int32 (requests,), or null for
 // `reserve` of all. ids: int32, the head of the free ids in the order they are handed out; at
@@ -49,7 +50,7 @@ static __device__ __forceinline__ i32 look_back(const u64* words, u32 epoch, i32
 // to one launch, and tickets of earlier launches are `ticket_base`.
 extern "C" __global__ void __launch_bounds__(kThreads) page_watermarks(
     i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
-    i32 tile_pages, i32 requests, const i32* rows, const i32* committed, const i32* allocated,
+    i32 tile_pages, i32 tile_requests, i32 requests, const i32* rows, const i32* committed, const i32* allocated,
     const i32* reserves, i32 reserve, const i32* ids, u64* words, u32* ticket, u32 ticket_base,
     u32 epoch) {
     __shared__ i32 offsets[kTileRequests];
@@ -66,17 +67,19 @@ extern "C" __global__ void __launch_bounds__(kThreads) page_watermarks(
     __syncthreads();
     i32 tile = shared_tile;
 
+    i32 each = (tile_requests + kThreads - 1) / kThreads;
     i32 count[kPerThread];
     i32 mine = 0;
     for (i32 k = 0; k < kPerThread; ++k) {
-        i32 r = tile * kTileRequests + thread * kPerThread + k;
+        i32 local = thread * each + k;
+        i32 r = tile * tile_requests + local;
         count[k] = 0;
-        if (r < requests) {
+        if (k < each && local < tile_requests && r < requests) {
             i32 first = allocated[r] / page_size;
             i64 mark = static_cast<i64>(committed[r]) + (reserves ? reserves[r] : reserve);
             i32 last = static_cast<i32>((mark + page_size - 1) / page_size);
             count[k] = max(last - first, 0);
-            places[thread * kPerThread + k] = static_cast<i64>(rows[r]) * row_pages + first;
+            places[local] = static_cast<i64>(rows[r]) * row_pages + first;
         }
         mine += count[k];
     }
@@ -97,7 +100,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) page_watermarks(
         total += warp_sums[w];
     }
     for (i32 k = 0; k < kPerThread; ++k) {
-        offsets[thread * kPerThread + k] = offset;
+        i32 local = thread * each + k;
+        if (k < each && local < tile_requests) offsets[local] = offset;
         offset += count[k];
     }
     if (thread == 0) {
@@ -120,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) page_watermarks(
         i32 pages = min(tile_pages, total - begin);
         for (i32 i = thread; i < pages; i += kThreads) {
             i32 page = begin + i;
-            i32 r = insertion(offsets, 0, kTileRequests, page) - 1;
+            i32 r = insertion(offsets, 0, tile_requests, page) - 1;
             i64 place = places[r] + (page - offsets[r]);
             i32 id = ids[before + page];
             if (t.pages) t.pages[place] = id;

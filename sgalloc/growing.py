@@ -90,7 +90,8 @@ def round_on_device(
     most = int(reserve.max())
     if most > ledger.row_width:
         return None
-    bound = n * (-(-most // ledger.page_size) + 1)
+    # A request holds the pages of C, so it needs no more than a reserve from a page edge would.
+    bound = n * -(-most // ledger.page_size)
     reach = -(-(int(start[start.argmax()]) + most) // ledger.page_size)
     if bound > pool.free or reach > ledger.row_pages:
         return None

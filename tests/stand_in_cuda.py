@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-import pytest
 
-_MODULES = ("captured", "cuda", "layout", "order", "staging", "streams")
+_ROOMS = ("captured", "cuda", "layout", "order", "staging", "streams")
 _NEVER = 2**31 - 1
 
 
@@ -281,32 +281,27 @@ def _modules(state: Cuda) -> dict[str, Any]:
     }
 
 
-def install(patch: pytest.MonkeyPatch) -> Cuda:
-    """Let CuPy be the stand-in until ``patch`` is undone; rooms that import it are imported anew."""
+@contextmanager
+def stand_in() -> Iterator[Cuda]:
+    """Let CuPy be the stand-in; the rooms that import it are imported anew, and forgotten."""
+    from sgalloc import device
     from sgalloc.device import kernels
 
     state = Cuda()
-    for name, module in _modules(state).items():
-        patch.setitem(sys.modules, name, module)
-    device = sys.modules["sgalloc.device"]
-    for name in _MODULES:
-        patch.delitem(sys.modules, f"sgalloc.device.{name}", raising=False)
-        # What is imported from here on is forgotten when this is undone.
-        patch.setitem(sys.modules, f"sgalloc.device.{name}", types.ModuleType("none"))
-        del sys.modules[f"sgalloc.device.{name}"]
-        patch.delattr(device, name, raising=False)
-    for cached in (kernels.kernel, kernels._module):
-        cached.cache_clear()
-        patch.setattr(kernels, cached.__name__, _uncached(cached))
-    return state
-
-
-def _uncached(cached: Any) -> Any:
-    """The function itself, so that nothing of the stand-in outlives it."""
-    function = cached.__wrapped__
-
-    def call(*args: Any) -> Any:
-        return function(*args)
-
-    call.cache_info = cached.cache_info  # type: ignore[attr-defined]
-    return call
+    replaced = _modules(state)
+    rooms = {name: f"sgalloc.device.{name}" for name in _ROOMS}
+    names = [*replaced, *rooms.values()]
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    held = {name: vars(device).pop(name) for name in rooms if name in vars(device)}
+    sys.modules.update(replaced)
+    try:
+        yield state
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+        for name in rooms:
+            vars(device).pop(name, None)
+        sys.modules.update(before)
+        vars(device).update(held)
+        for cached in (kernels.kernel, kernels._module):
+            cached.cache_clear()

@@ -42,6 +42,8 @@ ROUNDS_FROM = 1 << 62
 # Pages of one step that `warm` provides for, unless told otherwise.
 DEFAULT_MAX_PAGES = 1 << 21
 _RELAXED = 2
+# Up to so many requests page_watermarks may take tiles of the least size.
+_FEW = 1 << 16
 
 
 class Out(NamedTuple):
@@ -147,17 +149,18 @@ class CudaDevice:
             self._large.grows, self._large.waits = old.grows + 1, old.waits
 
     def _make_large(self, _first: bool) -> Slot:
-        return Slot(self._large_bytes, copied=True)
+        return Slot(self._large_bytes, True, self.index)
 
     def _make_small(self, captured: bool) -> Slot:
         """A slot that the kernel reads in place, with a graph of its own if ``captured``."""
-        slot = Slot(SMALL_BYTES, copied=False)
+        slot = Slot(SMALL_BYTES, False, self.index)
         lay_out_small(slot)
         if captured:
             stream = new_stream()
             stream.begin_capture(_RELAXED)
-            self._launch_step(slot.ptr, SMALL_PAGES, SMALL_GATHERED, stream.ptr)
+            self._launch_mapped(slot.ptr, SMALL_PAGES, stream.ptr)
             slot.graph = stream.end_capture()
+            slot.executable = slot.graph.graphExec
             self.launches -= 1
         return slot
 
@@ -186,12 +189,12 @@ class CudaDevice:
                 return self._write_small(pages, ids, stream)  # type: ignore[arg-type]
             slot = self._stage(pages, ids, gather, stream, capturing)
             slot.hold(stream)
-            ready = Ready(slot.event, self.index, capturing)
             # An event of a capture means nothing outside of it.
-            if not capturing:
-                self._last = ready
-                self._order.leave(stream, slot.event)
-            return ready
+            if capturing:
+                return Ready(slot.event, self.index, True)
+            self._last = slot.ready
+            self._order.leave(stream, slot.event)
+            return slot.ready
         finally:
             if before != self.index:
                 runtime.setDevice(before)
@@ -201,14 +204,14 @@ class CudaDevice:
         slot = self._small.take()  # type: ignore[union-attr]
         fill_pages(slot, pages, ids)
         if slot.graph is None:
-            self._launch_step(slot.ptr, pages.total, 0, stream)
+            self._launch_mapped(slot.ptr, pages.total, stream)
         else:
-            runtime.graphLaunch(slot.graph.graphExec, stream)
+            runtime.graphLaunch(slot.executable, stream)
             self.launches += 1
         slot.hold(stream)
-        ready = self._last = Ready(slot.event, self.index)
+        self._last = slot.ready
         self._order.leave(stream, slot.event)
-        return ready
+        return slot.ready
 
     def _stage(
         self,
@@ -239,7 +242,7 @@ class CudaDevice:
                 runtime.graphLaunch(slot.graph.graphExec, stream)
                 self.launches += 1
             else:
-                self._launch_step(slot.ptr, total, slots, stream)
+                self._launch_mapped(slot.ptr, total, stream)
             return slot
         runs = 0 if pages is None else pages.rows.size
         size = HEADER_BYTES + 12 * runs + 4 * total + 20 * asked + 64
@@ -256,6 +259,18 @@ class CudaDevice:
         self.copies += 1
         self._launch_step(slot.target, total, slots, stream)
         return slot
+
+    def _launch_mapped(self, source: int, pages: int, stream: int) -> None:
+        """Launch on a small slot, which is read in place; some slots to gather do not count."""
+        tile = self.geometry.mapped_tile
+        kernel("assign_mapped", self.index)(
+            (max(1, -(-pages // tile)),),
+            (THREADS,),
+            (*self.geometry.arguments, np.int32(tile), source),
+            0,
+            Handle(stream),
+        )
+        self.launches += 1
 
     def _launch_step(self, source: int, pages: int, slots: int, stream: int) -> None:
         tile = self.geometry.tile_for(pages)
@@ -362,7 +377,8 @@ class CudaDevice:
                 stream,
             )
             self.copies += 1
-            tiles = -(-n // TILE_REQUESTS)
+            tile = self.geometry.tile_requests(n)
+            tiles = -(-n // tile)
             words, ticket, taken, epoch = self._scan.begin(stream)
             kernel("page_watermarks", self.index)(
                 (tiles,),
@@ -370,6 +386,7 @@ class CudaDevice:
                 (
                     *self.geometry.arguments,
                     np.int32(self.geometry.tile),
+                    np.int32(tile),
                     np.int32(n),
                     base + places[0],
                     base + places[1],
@@ -388,9 +405,9 @@ class CudaDevice:
             self._scan.launched(tiles)
             self.launches += 1
             slot.hold(stream)
-            self._last = Ready(slot.event, self.index)
+            self._last = slot.ready
             self._order.leave(stream, slot.event)
-        return self._last
+            return slot.ready
 
     # -- exports -----------------------------------------------------------------------------
 
@@ -444,9 +461,8 @@ class CudaDevice:
             self.copies += 1
             self.launches += 1
             slot.hold(stream)
-            ready = Ready(slot.event, self.index)
             self._order.leave(stream, slot.event)
-        return ready
+            return slot.ready
 
     # -- counters --------------------------------------------------------------------------
 
@@ -465,7 +481,7 @@ class _Scan:
     """State of the single-pass scan; never cleared, since every launch has an epoch."""
 
     def __init__(self, max_requests: int) -> None:
-        tiles = -(-max_requests // TILE_REQUESTS)
+        tiles = max(-(-max_requests // TILE_REQUESTS), -(-min(max_requests, _FEW) // 32))
         self._words = cupy.zeros(tiles, cupy.uint64)
         self._ticket = cupy.zeros(1, cupy.uint32)
         self._taken = 0

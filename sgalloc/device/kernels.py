@@ -70,6 +70,7 @@ class Geometry:
     Attributes:
         arguments: the leading arguments of every kernel that writes the table.
         tile: pages of a tile.
+        mapped_tile: the same of a step that is read from mapped memory; a page a thread.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Geometry:
         self.page_size = page_size
         self.sms = sms
         self.tile = max(1, min(TILE_PAGES, _TILE_SLOTS // page_size))
+        self.mapped_tile = max(4, min(THREADS, _TILE_SLOTS // page_size))
         self.arguments: tuple[Any, ...] = (
             table,
             page_table,
@@ -99,4 +101,9 @@ class Geometry:
 
     def blocks(self, pages: int, tile: int, slots: int = 0) -> int:
         """Blocks for ``pages`` in tiles of ``tile`` and ``slots`` gathered; at least one."""
-        return max(1, min(max(-(-pages // tile), -(-slots // THREADS)), 8 * self.sms))
+        return max(1, min(max(-(-pages // tile), -(-slots // (4 * THREADS))), 8 * self.sms))
+
+    def tile_requests(self, requests: int) -> int:
+        """Requests of a tile of page_watermarks: two tiles a multiprocessor, while that goes."""
+        wanted = -(-requests // (2 * self.sms))
+        return min(TILE_REQUESTS, max(32, 1 << (wanted - 1).bit_length() if wanted > 1 else 1))

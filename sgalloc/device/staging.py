@@ -15,7 +15,7 @@ import numpy as np
 from cupy.cuda import runtime
 from numpy.typing import NDArray
 
-from sgalloc.device.streams import event_done, new_event
+from sgalloc.device.streams import Ready, event_done, new_event
 from sgalloc.errors import WrongState
 
 _PORTABLE_MAPPED = 3
@@ -63,19 +63,33 @@ class Slot(Block):
         event: recorded behind the last use.
         used: whether the event was ever recorded.
         stream: where the last use was.
+        ready: the event, as callers see it.
+        executable: handle of the graph.
         graph: what launches the kernel on this slot (None: a plain launch does).
         target: address that the kernel reads: a device buffer that the slot is copied to, or
             the slot itself.
     """
 
-    __slots__ = ("_copy", "_keep", "event", "graph", "stream", "target", "used")
+    __slots__ = (
+        "_copy",
+        "_keep",
+        "event",
+        "executable",
+        "graph",
+        "ready",
+        "stream",
+        "target",
+        "used",
+    )
 
-    def __init__(self, size: int, copied: bool) -> None:
+    def __init__(self, size: int, copied: bool, device: int) -> None:
         self._keep, memory = pinned(size)
         super().__init__(memory, self._keep.ptr)
         self._copy = cupy.empty(size, cupy.uint8) if copied else None
         self.target: int = self.ptr if self._copy is None else self._copy.data.ptr
         self.event = new_event()
+        self.ready = Ready(self.event, device)
+        self.executable = 0
         self.used = False
         self.stream = -1
         self.graph: Any = None
