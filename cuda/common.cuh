@@ -45,22 +45,6 @@ static __device__ __forceinline__ i32 insertion(
     return first;
 }
 
-// As `insertion` over the whole of `offsets[0, count)`, by a whole warp: 32 probes a round, since
-// each round waits for memory.
-static __device__ __forceinline__ i32 warp_insertion(const i32* offsets, i32 count, i32 value) {
-    i32 lane = threadIdx.x & 31;
-    i32 first = 0, last = count;
-    for (;;) {
-        i32 step = (last - first + 31) / 32;
-        i32 probe = first + lane * step;
-        bool below = probe < last && offsets[probe] <= value;
-        i32 passed = __popc(__ballot_sync(0xffffffffu, below));
-        if (step <= 1) return first + passed;
-        last = min(last, first + passed * step);
-        if (passed) first += (passed - 1) * step + 1;
-    }
-}
-
 // A word that other blocks read, and reads of theirs, in order with what was written before.
 static __device__ __forceinline__ u64 load_acquire(const u64* word) {
 #ifdef __CUDA_ARCH__

@@ -35,7 +35,7 @@ class Core(NamedTuple):
     ) -> Core:
         """The parts, wired up; ``count`` is told of refusals by the prefix cache."""
         tree = RadixTree(ledger.page_size) if prefix_cache else None
-        quarantine = Quarantine(pool, ledger, tree)
+        quarantine = Quarantine(pool, ledger, tree, device)
         prefix = None
         if tree is not None:
             prefix = PrefixCache(tree, ledger, pool, device, quarantine, count)

@@ -21,3 +21,14 @@ def is_done(event: Any) -> bool:
             "pass the event that follows the last reader"
         )
     return bool(done() if callable(done) else done)
+
+
+def pollable(event: Any) -> Any:
+    """``event``, if `is_done` could ask it; it is not asked.
+
+    Raises:
+        TypeError: it has neither ``query()`` nor ``done``.
+    """
+    if not callable(getattr(event, "query", None)) and not hasattr(type(event), "done"):
+        return is_done(event) or event
+    return event

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sgalloc.events import is_done
+from sgalloc.events import is_done, pollable
 from sgalloc.inputs import Int64
 from sgalloc.ledger import Ledger
 from sgalloc.pages import Int32, PagePool
 from sgalloc.prefix import Node, RadixTree
+
+if TYPE_CHECKING:
+    from sgalloc.device import Device
 
 
 class _Waiting(NamedTuple):
@@ -27,7 +30,10 @@ class Quarantine:
     waited for.
     """
 
-    def __init__(self, pool: PagePool, ledger: Ledger, tree: RadixTree | None) -> None:
+    def __init__(
+        self, pool: PagePool, ledger: Ledger, tree: RadixTree | None, device: Device
+    ) -> None:
+        self._device = device
         self._pool = pool
         self._ledger = ledger
         self._tree = tree
@@ -39,14 +45,23 @@ class Quarantine:
         Raises:
             TypeError: it cannot be polled.
         """
-        return None if after is None or is_done(after) else after
+        if after is None:
+            return None
+        if self._device.capturing():
+            return pollable(after)
+        return None if is_done(after) else after
 
     def add(self, event: Any, pages: Int32, rows: Int64, nodes: list[Node]) -> None:
         """Hold ``pages`` (in the pool's quarantine already), ``rows`` and locks at ``nodes``."""
         self.entries.append(_Waiting(event, pages, rows, nodes))
 
     def settle(self) -> None:
-        """Take in all whose event is done; one that is not done holds nobody back."""
+        """Take in all whose event is done; one that is not done holds nobody back.
+
+        While a stream is captured nothing comes back, since polling would break the capture.
+        """
+        if self._device.capturing():
+            return
         done = [is_done(entry.event) for entry in self.entries]
         if not any(done):
             return

@@ -16,28 +16,23 @@ match. The message names the argument and the remedy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, overload
+from typing import Any, overload
 
 import numpy as np
-import numpy.typing as npt
 
+from sgalloc.inputs import (
+    Array,
+    Int64,
+    PerRequest,
+    Scalar,
+    columns,
+    request_lens,
+    shown,
+    token_counts,
+    whole_number,
+)
 
-class _HostArray(Protocol):
-    """What NumPy can read as an array; a torch CPU tensor is one."""
-
-    def __array__(self, dtype: Any = ..., /) -> npt.NDArray[Any]: ...
-    def __len__(self) -> int: ...
-
-
-_Int64: TypeAlias = npt.NDArray[np.int64]
-_Array: TypeAlias = Sequence[int] | npt.NDArray[Any] | _HostArray
-_Scalar: TypeAlias = int | np.integer[Any]
-_PerRequest: TypeAlias = _Scalar | _Array
-
-_LIMIT = 1 << 60
-_NOT_COUNTS = (bool, np.timedelta64)  # though subclasses of int and np.integer
 _ALGORITHMS = ("none", "eagle", "dflash", "ngram", "uno")
 _ROW_SLACK = 4  # slots past the context length that every row keeps, reserve or not
 
@@ -74,15 +69,16 @@ class SpecConfig:
         """Validate every field."""
         name = self.algorithm
         if not isinstance(name, str):
-            raise TypeError(f"algorithm must be a str, got {_show(name)}: use one of {_ALGORITHMS}")
+            raise TypeError(f"algorithm must be a str, got {shown(name)}: use one of {_ALGORITHMS}")
         if name not in _ALGORITHMS:
-            raise ValueError(f"algorithm {_show(name)} is unknown: use one of {_ALGORITHMS}")
+            raise ValueError(f"algorithm {shown(name)} is unknown: use one of {_ALGORITHMS}")
         for field, low, meaning in (
             ("steps", int(name == "eagle"), f"the draft depth of {name}"),
             ("topk", 1, "the branches per step, 1 for a chain"),
             ("draft_tokens", int(name != "none"), f"the tokens {name} verifies a step"),
         ):
-            object.__setattr__(self, field, _single(field, getattr(self, field), low, meaning))
+            number = whole_number(getattr(self, field), field, low, meaning=meaning)
+            object.__setattr__(self, field, number)
 
 
 def alloc_len_per_decode(spec: SpecConfig | None, page_size: int) -> int:
@@ -142,56 +138,56 @@ def row_width(context_len: int, spec: SpecConfig | None, page_size: int) -> int:
     98
     """
     page = _page_size(page_size)
-    context = _single("context_len", context_len, 1, "the model's context length in tokens")
+    context = whole_number(context_len, "context_len", 1, meaning="the model's context in tokens")
     return _ceil(context + extra_context_len(spec, page), page)
 
 
 @overload
-def ceil_align(x: _Scalar, m: int) -> int: ...
+def ceil_align(x: Scalar, m: int) -> int: ...
 @overload
-def ceil_align(x: _Array, m: int) -> _Int64: ...
-def ceil_align(x: _PerRequest, m: int) -> int | _Int64:
+def ceil_align(x: Array, m: int) -> Int64: ...
+def ceil_align(x: PerRequest, m: int) -> int | Int64:
     """``x`` rounded up to a multiple of ``m`` (>= 1): an int, or a new int64 array of x's shape.
 
     >>> ceil_align(17, 16), ceil_align([0, 1, 16, 17], 16)
     (32, array([ 0, 16, 16, 32]))
     """
-    step = _single("m", m, 1, "the unit to align to")
-    value, _ = _read("x", x)
+    step = whole_number(m, "m", 1, meaning="the unit to align to")
+    value, _ = token_counts(x, "x")
     return _ceil(value, step) if isinstance(value, int) else _round_up(value.copy(), step)
 
 
 @overload
-def floor_align(x: _Scalar, m: int) -> int: ...
+def floor_align(x: Scalar, m: int) -> int: ...
 @overload
-def floor_align(x: _Array, m: int) -> _Int64: ...
-def floor_align(x: _PerRequest, m: int) -> int | _Int64:
+def floor_align(x: Array, m: int) -> Int64: ...
+def floor_align(x: PerRequest, m: int) -> int | Int64:
     """``x`` rounded down to a multiple of ``m`` (>= 1): an int, or a new int64 array of x's shape.
 
     >>> floor_align(17, 16)
     16
     """
-    step = _single("m", m, 1, "the unit to align to")
-    value, _ = _read("x", x)
+    step = whole_number(m, "m", 1, meaning="the unit to align to")
+    value, _ = token_counts(x, "x")
     return value // step * step
 
 
 @overload
-def num_pages_for(tokens: _Scalar, page_size: int) -> int: ...
+def num_pages_for(tokens: Scalar, page_size: int) -> int: ...
 @overload
-def num_pages_for(tokens: _Array, page_size: int) -> _Int64: ...
-def num_pages_for(tokens: _PerRequest, page_size: int) -> int | _Int64:
+def num_pages_for(tokens: Array, page_size: int) -> Int64: ...
+def num_pages_for(tokens: PerRequest, page_size: int) -> int | Int64:
     """Pages that hold ``tokens`` tokens: an int, or a new int64 array of the same shape.
 
     >>> num_pages_for([0, 1, 64, 65], 64)
     array([0, 1, 1, 2])
     """
     page = _page_size(page_size)
-    value, _ = _read("tokens", tokens)
+    value, _ = token_counts(tokens, "tokens")
     return -(-value // page)
 
 
-def num_new_pages(prefix_lens: _PerRequest, seq_lens: _PerRequest, page_size: int) -> int:
+def num_new_pages(prefix_lens: PerRequest, seq_lens: PerRequest, page_size: int) -> int:
     """Pages that requests take when they grow from ``prefix_lens`` to ``seq_lens`` tokens.
 
     Counted per request, ``sum(ceil(seq / page_size) - ceil(prefix / page_size))``: two requests
@@ -201,7 +197,7 @@ def num_new_pages(prefix_lens: _PerRequest, seq_lens: _PerRequest, page_size: in
     2
     """
     page = _page_size(page_size)
-    (prefix, seq), (_, top) = _read_columns(prefix_lens=prefix_lens, seq_lens=seq_lens)
+    (prefix, seq), (_, top) = columns(prefix_lens=prefix_lens, seq_lens=seq_lens)
     if (seq < prefix).any():
         i = int((seq < prefix).argmax())
         raise ValueError(
@@ -212,8 +208,8 @@ def num_new_pages(prefix_lens: _PerRequest, seq_lens: _PerRequest, page_size: in
 
 
 def watermarks(
-    committed: _PerRequest, allocated: _PerRequest, reserve: _PerRequest, page_size: int
-) -> tuple[_Int64, _Int64, int]:
+    committed: PerRequest, allocated: PerRequest, reserve: PerRequest, page_size: int
+) -> tuple[Int64, Int64, int]:
     """How far each request's extent must reach for its next decode step.
 
     committed, allocated, reserve: tokens, shape (n,) each, or an integer for every request.
@@ -230,12 +226,11 @@ def watermarks(
     (array([32, 64]), array([48, 64]), 16)
     """
     page = _page_size(page_size)
-    columns, tops = _read_columns(committed=committed, allocated=allocated, reserve=reserve)
-    return _watermarks(columns, tops, page)
+    return _watermarks(*columns(committed=committed, allocated=allocated, reserve=reserve), page)
 
 
 def page_aligned_decode_alloc_lens(
-    reqs: Iterable[Any], *, reserve: _PerRequest, page_size: int
+    reqs: Iterable[Any], *, reserve: PerRequest, page_size: int
 ) -> tuple[list[int], list[int], int]:
     """`watermarks` over an engine's request objects, as lists of Python ints.
 
@@ -250,25 +245,15 @@ def page_aligned_decode_alloc_lens(
     ([30], [48], 18)
     """
     page = _page_size(page_size)
-    if not isinstance(reqs, Iterable):
-        raise TypeError(f"reqs must be a list of requests, got {_show(reqs)}: pass [request]")
-    batch = list(reqs)
-    try:
-        committed = [r.kv.kv_committed_len for r in batch]
-        allocated = [r.kv.kv_allocated_len for r in batch]
-    except AttributeError:
-        lens = [_kv_lens(i, r) for i, r in enumerate(batch)]
-        committed, allocated = [c for c, _ in lens], [a for _, a in lens]
-    columns, tops = _read_columns(
-        kv_committed_len=committed, kv_allocated_len=allocated, reserve=reserve
-    )
-    cur, nxt, needed = _watermarks(columns, tops, page)
+    committed, allocated = request_lens(reqs)
+    read = columns(kv_committed_len=committed, kv_allocated_len=allocated, reserve=reserve)
+    cur, nxt, needed = _watermarks(*read, page)
     return cur.tolist(), nxt.tolist(), needed
 
 
 def new_tokens_required_next_decode(
-    committed: _PerRequest,
-    allocated: _PerRequest,
+    committed: PerRequest,
+    allocated: PerRequest,
     page_size: int,
     spec: SpecConfig | None = None,
     estimate: str = "tight",
@@ -297,11 +282,9 @@ def new_tokens_required_next_decode(
     page = _page_size(page_size)
     draft = _drafting(spec)
     if estimate not in ("tight", "conservative"):
-        raise ValueError(f"estimate {_show(estimate)} is unknown: use 'tight' or 'conservative'")
+        raise ValueError(f"estimate {shown(estimate)} is unknown: use 'tight' or 'conservative'")
     reserve = alloc_reserve_per_decode(draft, page)
-    (done, held, ahead), tops = _read_columns(
-        committed=committed, allocated=allocated, reserve=reserve
-    )
+    (done, held, ahead), tops = columns(committed=committed, allocated=allocated, reserve=reserve)
     if draft is None:
         return page * int(np.count_nonzero(done % page == 0))
     if estimate == "conservative":
@@ -310,18 +293,16 @@ def new_tokens_required_next_decode(
     return needed
 
 
-def _watermarks(
-    columns: Sequence[_Int64], tops: Sequence[int], page: int
-) -> tuple[_Int64, _Int64, int]:
-    """`watermarks` of what `_read_columns` made of committed, allocated and reserve."""
-    committed, allocated, reserve = columns
+def _watermarks(read: Sequence[Int64], tops: Sequence[int], page: int) -> tuple[Int64, Int64, int]:
+    """`watermarks` of committed, allocated and reserve, and of the largest of each."""
+    committed, allocated, reserve = read
     cur = allocated.copy()
     nxt = _round_up(committed + reserve, page)
     np.maximum(nxt, cur, out=nxt)
     return cur, nxt, _total(nxt - cur, tops[0] + tops[2] + page)
 
 
-def _round_up(numbers: _Int64, step: int) -> _Int64:
+def _round_up(numbers: Int64, step: int) -> Int64:
     """Round up in place."""
     if step == 1:
         return numbers
@@ -338,7 +319,7 @@ def _ceil(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def _total(numbers: _Int64, top: int) -> int:
+def _total(numbers: Int64, top: int) -> int:
     """The exact sum of numbers none of which is above ``top``."""
     if numbers.size * top < 1 << 63:
         return int(np.add.reduce(numbers))
@@ -358,112 +339,9 @@ def _drafting(spec: object) -> SpecConfig | None:
     if spec is None:
         return None
     if not isinstance(spec, SpecConfig):
-        raise TypeError(f"spec must be a SpecConfig or None, got {_show(spec)}: build a SpecConfig")
+        raise TypeError(f"spec must be a SpecConfig or None, got {shown(spec)}: build a SpecConfig")
     return None if spec.algorithm == "none" else spec
 
 
-def _kv_lens(index: int, request: Any) -> tuple[Any, Any]:
-    try:
-        kv = request.kv
-        owner = kv if hasattr(kv, "kv_committed_len") else request
-        return owner.kv_committed_len, kv.kv_allocated_len
-    except AttributeError as error:
-        raise TypeError(
-            f"reqs[{index}] cannot be sized, {error}: a request needs kv.kv_allocated_len, and "
-            "kv.kv_committed_len or kv_committed_len"
-        ) from None
-
-
-def _read_columns(**columns: Any) -> tuple[list[_Int64], list[int]]:
-    """Each argument as int64 of shape (n,), maybe the caller's own array, and its upper bound."""
-    read = {name: _read(name, value) for name, value in columns.items()}
-    shapes = {name: v.shape for name, (v, _) in read.items() if not isinstance(v, int)}
-    for name, shape in shapes.items():
-        if len(shape) != 1:
-            raise ValueError(f"{name} has shape {shape}: pass one number per request, shape (n,)")
-    if len(set(shapes.values())) > 1:
-        counts = ", ".join(f"{name} has {shape[0]}" for name, shape in shapes.items())
-        raise ValueError(f"lengths do not match, {counts}: pass one number per request, or an int")
-    shape = next(iter(shapes.values()), (1,))
-    arrays = [np.full(shape, v, np.int64) if isinstance(v, int) else v for v, _ in read.values()]
-    return arrays, [top for _, top in read.values()]
-
-
-def _read(name: str, value: Any) -> tuple[int | _Int64, int]:
-    """An int or an int64 array (maybe the caller's own: never written), and an upper bound.
-
-    The bitwise or of numbers that are not negative is at least each of them and below twice the
-    largest, and one negative number makes it negative: one pass serves both checks.
-    """
-    if type(value) is int:
-        return _in_range(name, value), value
-    array = value if type(value) is np.ndarray else _host_array(name, value)
-    if array.dtype.kind not in "iu":
-        if array.ndim and not array.size:
-            return np.zeros(array.shape, np.int64), 0
-        raise _not_integers(name, array if array.ndim else value)
-    if array.ndim == 0:
-        number = _in_range(name, int(array))
-        return number, number
-    bits = int(np.bitwise_or.reduce(array, axis=None))
-    if not 0 <= bits <= _LIMIT:
-        flat = array.ravel()
-        i = int(flat.argmin() if bits < 0 else flat.argmax())
-        _in_range(f"{name}[{i}]", int(flat[i]))
-    return array.astype(np.int64, copy=False), bits
-
-
-def _host_array(name: str, value: Any) -> npt.NDArray[Any]:
-    """What NumPy reads; a list item by item, since among ints NumPy takes a bool for one."""
-    if isinstance(value, (list, tuple)):
-        if set(map(type, value)) != {int}:
-            for i, item in enumerate(value):
-                if isinstance(item, _NOT_COUNTS) or not isinstance(item, (int, np.integer)):
-                    raise _not_integers(f"{name}[{i}]", item)
-            value = [int(item) for item in value]
-        try:
-            return np.array(value, dtype=np.int64)
-        except OverflowError:
-            i = next(i for i, item in enumerate(value) if not 0 <= item <= _LIMIT)
-            _in_range(f"{name}[{i}]", value[i])
-    problem = "lives on a device"
-    with suppress(Exception):  # torch refuses even to answer for a device tensor with a gradient
-        if not hasattr(value, "__cuda_array_interface__"):
-            problem = "cannot be read by NumPy"
-            return np.asarray(value)
-    raise TypeError(
-        f"{name} {problem} ({type(value).__name__}): host numbers are needed, "
-        "pass a list, a NumPy array or a CPU tensor"
-    )
-
-
-def _single(name: str, value: Any, low: int, meaning: str) -> int:
-    number = value if type(value) is int else _read(name, value)[0]
-    if not isinstance(number, int):
-        raise TypeError(f"{name} must be one integer, got {_show(value)}: pass {meaning}")
-    return _in_range(name, number, low, meaning)
-
-
-def _page_size(value: Any) -> int:
-    return _single("page_size", value, 1, "the number of tokens per page")
-
-
-def _in_range(name: str, number: int, low: int = 0, meaning: str = "a token count") -> int:
-    if low <= number <= _LIMIT:
-        return number
-    raise ValueError(f"{name} must be from {low} to 2**60, got {number}: pass {meaning}")
-
-
-def _not_integers(name: str, value: Any) -> TypeError:
-    return TypeError(f"{name} must be integer, got {_show(value)}: pass integers on the host")
-
-
-def _show(value: Any) -> str:
-    """Value and type in one line; the type alone where a repr might read a device."""
-    kind = type(value).__name__
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        kind = f"{value.dtype} array"
-    elif not isinstance(value, (str, bytes, int, float, complex, np.generic, type(None))):
-        return f"a {kind}"
-    text = " ".join(repr(value).split())
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
+def _page_size(value: object) -> int:
+    return whole_number(value, "page_size", 1, meaning="the number of tokens per page")

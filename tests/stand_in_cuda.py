@@ -79,8 +79,8 @@ class Cuda:
 
         def work() -> None:
             self.launches.append(name)
-            if name == "assign_pages":
-                _assign_pages(*arguments)
+            if name in ("assign_pages", "assign_mapped"):
+                _assign(name == "assign_mapped", *arguments)
             elif name == "page_watermarks":
                 _page_watermarks(grid[0], *arguments)
             else:
@@ -103,13 +103,24 @@ def _write(slots: int, width: int, per_row: int, size: int, places: Any, ids: An
     table[entries] = ids[:, None].astype(np.int64) * size + np.arange(size)
 
 
-def _assign_pages(
-    slots: int, _pages: int, width: Any, per_row: Any, size: Any, _shift: Any, tile: Any, step: int
+def _assign(
+    fixed: bool,
+    slots: int,
+    _pages: int,
+    width: Any,
+    per_row: Any,
+    size: Any,
+    _shift: Any,
+    tile: Any,
+    step: int,
 ) -> None:
     assert 1 <= tile <= 1024
     words = _view(step, 32, np.int32)
     pages, runs, requests, total, uniform, wide = words[:6].tolist()
     places_at, ids_at, offsets_at, *gathered = words[8:16].tolist()
+    if fixed:
+        assert not runs and pages <= 1024
+        places_at, ids_at = 128, 128 + 8 * 1024
     ids = _view(step + ids_at, pages, np.int32)
     page = np.arange(pages)
     if runs:
@@ -142,6 +153,7 @@ def _page_watermarks(
     size: Any,
     _shift: Any,
     tile: Any,
+    tile_requests: Any,
     requests: Any,
     rows: int,
     committed: int,
@@ -154,7 +166,7 @@ def _page_watermarks(
     base: Any,
     epoch: Any,
 ) -> None:
-    assert 1 <= tile <= 1024 and tiles == -(-int(requests) // 1024)
+    assert 1 <= tile <= 1024 and tiles == -(-int(requests) // int(tile_requests))
     taken, told = _view(ticket, 1, np.uint32), _view(words, tiles, np.uint64)
     assert taken[0] == base, "tickets of another launch are in the way"
     assert (told >> np.uint64(34) != epoch).all(), "words of another launch are in the way"

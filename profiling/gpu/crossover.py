@@ -228,11 +228,19 @@ def plain(
     gpu: Gpu, table: Any, pages: Segments, ids: Any
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """The same by plain launches, whatever the size: fill a slot, launch, record its event."""
-    from sgalloc.device.layout import fill
+    from sgalloc.device.layout import SMALL_BYTES, fill, fill_pages, lay_out_small
     from sgalloc.device.staging import Slot
 
     runtime = gpu.runtime
-    slot = Slot(-(-(128 + 12 * pages.total + 64) // 128) * 128, copied=True)
+    size = -(-(128 + 12 * pages.total + 64) // 128) * 128
+    slot = Slot(size, True, gpu.device)
+    small = Slot(SMALL_BYTES, False, gpu.device)
+    lay_out_small(small)
+
+    def in_place() -> None:
+        fill_pages(small, pages, ids)
+        table._launch_mapped(small.ptr, pages.total, 0)
+        small.hold(0)
 
     def mapped() -> None:
         fill(slot, pages, ids, None, 0, table.row_pages)
@@ -245,7 +253,7 @@ def plain(
         table._launch_step(slot.target, pages.total, 0, 0)
         slot.hold(0)
 
-    return mapped, copied
+    return in_place if pages.total <= 1024 else mapped, copied
 
 
 # -- tables ----------------------------------------------------------------------------------

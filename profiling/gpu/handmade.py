@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profiling.gpu.clock import Gpu
-from sgalloc.device.kernels import THREADS, TILE_REQUESTS, Geometry, kernel
+from sgalloc.device.kernels import THREADS, Geometry, kernel
 from sgalloc.plan import Gather, Segments
 
 MAPPED = ", mapped"
@@ -54,40 +54,39 @@ class Growing:
         if form.endswith(ANY_ORDER):
             np.random.default_rng(0).shuffle(rows)
         self._rows, self._each, self._total = rows, each, segments * each
+        self._mapped = form.endswith(MAPPED)
         self._steps, self._keep = [], []
         for n in range(sets):
-            memory, owner, pointer = _memory(gpu, self._bytes(form), form.endswith(MAPPED))
-            lay_out(
-                memory,
-                rows,
-                self._table.first(n),
-                each,
-                made_up_ids(self._total, page_size, n),
-                self._table.row_pages,
-                form,
-            )
-            if owner is None:
+            first, ids = self._table.first(n), made_up_ids(self._total, page_size, n)
+            if self._mapped:
+                owner, block = small_slot()
+                fill_small_slot(block, rows, first, each, ids, self._table.row_pages)
+                pointer = block.ptr
+            else:
+                memory = np.zeros(self._bytes(form), np.uint8)
+                lay_out(memory, rows, first, each, ids, self._table.row_pages, form)
                 owner = gpu.to_device(memory)
                 pointer = owner.data.ptr
-            self._keep.append((memory, owner))
+            self._keep.append(owner)
             self._steps.append(pointer)
 
     def _bytes(self, form: str) -> int:
         places = 0 if form.startswith("runs") else self._total
-        return 128 + 8 * places + 12 * self._rows.size + 4 * self._total + 64
+        return -(-(128 + 8 * places + 12 * self._rows.size + 4 * self._total) // 128) * 128
 
     def graph(self, count: int, tile: int = 0, blocks: int = 0, threads: int = THREADS) -> Any:
         """See `Launch`."""
-        from sgalloc.device.layout import SMALL_GATHERED, SMALL_PAGES
+        from sgalloc.device.layout import SMALL_PAGES
         from sgalloc.device.streams import Handle
 
-        geometry, shaped, gathered = self.geometry, self._total, 0
-        if shaped <= SMALL_PAGES:
+        geometry = self.geometry
+        if self._mapped:
             # The graphs of small staging slots are captured once, for the most that they hold.
-            shaped, gathered = SMALL_PAGES, SMALL_GATHERED
-        tile = tile or geometry.tile_for(shaped)
-        blocks = blocks or geometry.blocks(shaped, tile, gathered)
-        function = kernel("assign_pages", self._gpu.device)
+            tile = tile or geometry.mapped_tile
+            blocks = blocks or -(-SMALL_PAGES // tile)
+        tile = tile or geometry.tile_for(self._total)
+        blocks = blocks or geometry.blocks(self._total, tile)
+        function = kernel("assign_mapped" if self._mapped else "assign_pages", self._gpu.device)
 
         def put(stream: int) -> None:
             for n in range(count):
@@ -133,7 +132,8 @@ class Marking:
         """See `Launch`; every launch has scan words of its own, cleared at the graph's start."""
         from sgalloc.device.streams import Handle
 
-        tiles = -(-self._requests // TILE_REQUESTS)
+        tile_requests = self.geometry.tile_requests(self._requests)
+        tiles = -(-self._requests // tile_requests)
         size = count * (8 * tiles + 8)
         state = self._gpu.to_device(np.zeros(size, np.uint8))
         self._keep.append(state)
@@ -148,6 +148,7 @@ class Marking:
                 arguments = (
                     *self.geometry.arguments,
                     np.int32(tile or self.geometry.tile),
+                    np.int32(tile_requests),
                     np.int32(self._requests),
                     self._rows.data.ptr,
                     held,
@@ -178,12 +179,14 @@ class Gathering:
         self, gpu: Gpu, page_size: int, segments: int, each: int, form: str, sets: int
     ) -> None:
         from sgalloc.device.cuda import Out
-        from sgalloc.device.layout import fill, uniform_length
+        from sgalloc.device.layout import SMALL_GATHERED, fill, fill_small, uniform_length
         from sgalloc.device.staging import Block
 
         width = 1024
         self._gpu, self._sets, self._size = gpu, sets, segments * each
-        self._requests = segments
+        ragged = form.endswith("ragged")
+        # As the device does: few requests that ask for as many slots each are read in place.
+        self._small = segments <= SMALL_GATHERED and not ragged
         # Each entry holds its own place, so that what was gathered tells where it came from.
         count = (segments + 1) * width
         self._table = gpu.to_device(np.arange(count, dtype=np.int32))
@@ -193,7 +196,7 @@ class Gathering:
         self.memory = self._out.data.ptr
         rows = np.arange(1, segments + 1)
         lengths = np.full(segments, each)
-        if form.endswith("ragged"):
+        if ragged:
             lengths[: segments // 2 * 2 : 2] += each // 2
             lengths[1 : segments // 2 * 2 : 2] -= each // 2
         self._steps, self._keep, self._expected = [], [], []
@@ -201,26 +204,34 @@ class Gathering:
             start = (rows * 37 + n * 2 * each) % (width - 2 * each)
             out = Out(self.memory + n * self._size * self._out.itemsize, wide)
             gather = Gather(rows, start, start + lengths, self._size, out)
-            memory = np.zeros(128 + 20 * segments + 64 & ~7, np.uint8)
             self._uniform = uniform_length(gather)
-            fill(Block(memory, 0), None, None, gather, self._uniform, width // page_size)
-            self._keep.append(gpu.to_device(memory))
-            self._steps.append(self._keep[-1].data.ptr)
+            if self._small:
+                owner, block = small_slot()
+                fill_small(block, None, None, gather, self._uniform)
+                pointer = block.ptr
+            else:
+                memory = np.zeros(128 + 20 * segments + 64 & ~7, np.uint8)
+                fill(Block(memory, 0), None, None, gather, self._uniform, width // page_size)
+                owner = gpu.to_device(memory)
+                pointer = owner.data.ptr
+            self._keep.append(owner)
+            self._steps.append(pointer)
             ends = lengths.cumsum()
             within = np.arange(self._size) - (ends - lengths).repeat(lengths)
             self._expected.append((rows * width + start).repeat(lengths) + within)
 
     def graph(self, count: int, tile: int = 0, blocks: int = 0, threads: int = THREADS) -> Any:
         """See `Launch`."""
-        from sgalloc.device.layout import SMALL_GATHERED, SMALL_PAGES
+        from sgalloc.device.layout import SMALL_PAGES
         from sgalloc.device.streams import Handle
 
         geometry = self.geometry
-        small = self._uniform and self._requests <= SMALL_GATHERED
-        pages, slots = (SMALL_PAGES, SMALL_GATHERED) if small else (0, self._size)
-        tile = tile or geometry.tile_for(pages)
-        blocks = blocks or geometry.blocks(pages, tile, slots)
-        function = kernel("assign_pages", self._gpu.device)
+        if self._small:
+            tile = tile or geometry.mapped_tile
+            blocks = blocks or -(-SMALL_PAGES // tile)
+        tile = tile or geometry.tile_for(0)
+        blocks = blocks or geometry.blocks(0, tile, self._size)
+        function = kernel("assign_mapped" if self._small else "assign_pages", self._gpu.device)
 
         def put(stream: int) -> None:
             for n in range(count):
@@ -333,12 +344,27 @@ def lay_out(
     block.words[PAGES], block.words[PLACES_AT], block.words[IDS_AT] = ids.size, HEADER_BYTES, ids_at
 
 
-def _memory(gpu: Gpu, size: int, mapped: bool) -> tuple[NDArray[np.uint8], Any, int]:
-    """Host memory for a step; where mapped, its owner and its address, too."""
-    from sgalloc.device.staging import pinned
+def small_slot() -> tuple[Any, Any]:
+    """A small staging slot in mapped memory, as the device has it: its owner, and its block."""
+    from sgalloc.device.layout import SMALL_BYTES, lay_out_small
+    from sgalloc.device.staging import Block, pinned
 
-    whole = -(-size // 128) * 128
-    if not mapped:
-        return np.zeros(whole, np.uint8), None, 0
-    owner, memory = pinned(whole)
-    return memory, owner, int(owner.ptr)
+    owner, memory = pinned(SMALL_BYTES)
+    block = Block(memory, int(owner.ptr))
+    lay_out_small(block)
+    return owner, block
+
+
+def fill_small_slot(
+    block: Any,
+    rows: NDArray[np.int64],
+    first: int,
+    each: int,
+    ids: NDArray[np.int32],
+    row_pages: int,
+) -> None:
+    """Lay out a step in a small slot; see `lay_out`."""
+    from sgalloc.device.layout import fill_pages
+
+    start, count = np.full(rows.size, first), np.full(rows.size, each)
+    fill_pages(block, Segments(rows, start, count, ids.size, np.array(row_pages)), ids)

@@ -23,6 +23,7 @@ MEMSET, MINE = "memset", "sgalloc"
 AIMS = {ASSIGN: 1.5, MARKS: 2.0}
 LARGE = (16_000_000, 160_000_000)
 SECTOR = 32
+SWEPT = {(1, "places"), (64, "runs")}
 # Data of all sets together that no replay finds in the L2 cache.
 _COLD = 240_000_000
 _SMALL_SETS = 8
@@ -131,7 +132,7 @@ def measure(quick: bool, gpu: Gpu, sweep: bool = False, chosen: Any = None) -> c
             records.append(Record(case.kernel, side, case.at, summarize(series, per=count)))
         launch.check(graphs[MINE])
         compared += sets
-        if sweep and case.kernel == ASSIGN and case.run == 1 and case.form == "places":
+        if sweep and case.kernel == ASSIGN and (case.run, case.form) in SWEPT:
             records += swept(case, launch, gpu, count)
         del launch, graphs
         gpu.free_unused()
@@ -150,18 +151,16 @@ def memsets(gpu: Gpu, launch: Launch, written: int, count: int, sets: int) -> Ca
 
 
 def swept(case: Case, launch: Launch, gpu: Gpu, count: int) -> list[Record]:
-    """The same launches with other tiles, grids and blocks."""
+    """The same launches with other blocks and grids, and with other tiles where there are any."""
     sms = launch.geometry.sms
     records = []
+    tiles = (16, 32, 64, 128, 256, 512, 1024) if case.form == "runs" else (1024,)
     for threads in (128, 256, 512):
-        for tile in (16, 32, 64, 128, 256, 512, 1024):
-            tiles = -(-case.pages // tile)
-            for blocks in sorted({min(tiles, n) for n in (sms, 2 * sms, 4 * sms, 8 * sms, tiles)}):
-                if blocks > 1 << 20:
-                    continue
-                graph = launch.graph(count, tile, blocks, threads)
+        for tile in tiles:
+            for waves in (1, 2, 4, 8, 16, 32):
+                graph = launch.graph(count, tile, waves * sms, threads)
                 series = gpu.replays({MINE: graph}, 5)[MINE]
-                at = {**case.at, "threads": threads, "tile": tile, "blocks": blocks}
+                at = {**case.at, "threads": threads, "tile": tile, "blocks": waves * sms}
                 records.append(Record("sweep", MINE, at, summarize(series, per=count)))
     return records
 
@@ -238,32 +237,25 @@ def sweep_table(found: Found) -> Table:
     """The best and the worst grids, and how far what is shipped is from the best."""
     rows, verdicts = [], []
     sizes = {tuple(sorted(record["at"].items())): record for record in found.where("sweep")}
-    steps = sorted({(at["page"], at["pages"]) for at in map(dict, sizes)})
-    for page, pages in steps:
-        tried = sorted(
-            found.where("sweep", page=page, pages=pages), key=lambda record: record["median_us"]
-        )
-        shipped = found.median(ASSIGN, MINE, page=page, pages=pages, run=1, form="places")
-        for record in [*tried[:6], *tried[-2:]]:
+    steps = sorted({(at["form"], at["page"], at["pages"], at["run"]) for at in map(dict, sizes)})
+    for form, page, pages, run in steps:
+        at = {"form": form, "page": page, "pages": pages, "run": run}
+        tried = sorted(found.where("sweep", **at), key=lambda record: record["median_us"])
+        shipped = found.median(ASSIGN, MINE, **at)
+        name = f"{form}, {pages:,} pages of {page}"
+        for record in [*tried[:5], *tried[-2:]]:
             at = record["at"]
-            rows.append(
-                [
-                    f"{pages:,} pages of {page}",
-                    str(at["threads"]),
-                    str(at["tile"]),
-                    f"{at['blocks']:,}",
-                    spread(record),
-                    us(shipped),
-                ]
-            )
+            tile = str(at["tile"]) if form == "runs" else ""
+            blocks = f"{at['blocks']:,}"
+            rows.append([name, str(at["threads"]), tile, blocks, spread(record), us(shipped)])
         share = times(ratio(shipped, tried[0]["median_us"]))
-        verdicts.append(f"{pages:,} pages of {page}: what is shipped takes {share} the best")
+        verdicts.append(f"{name}: {share}")
     return Table(
         "`assign_pages` by threads, tile and blocks, GPU µs a launch",
-        "Segments of one page; the six fastest grids and the two slowest of each size.",
+        "The five fastest and the two slowest of each step. Places need no tiles.",
         ["step", "threads", "tile", "blocks", "kernel", "as shipped"],
         rows,
-        "; ".join(verdicts) + ".",
+        "what is shipped takes, by the best: " + "; ".join(verdicts) + ".",
     )
 
 

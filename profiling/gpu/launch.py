@@ -18,7 +18,6 @@ from profiling.gpu.clock import DONE, RETURN, Gpu, both_records, in_turns
 from profiling.gpu.layout import Found, Table, ratio, spread, times, us
 from profiling.harness import Effort, Side, Step
 from profiling.measured import Record
-from sgalloc.device.kernels import THREADS, kernel
 from sgalloc.plan import Segments
 
 CALLS = 8  # in a row; fewer than the staging ring has slots
@@ -145,25 +144,18 @@ def host_calls(
     """What a write does beside launching, each alone; nothing here uses the GPU but one launch."""
     from sgalloc.device.layout import SMALL_BYTES, fill, fill_pages, lay_out_small
     from sgalloc.device.staging import Slot
-    from sgalloc.device.streams import Handle, Ready, new_event
+    from sgalloc.device.streams import Ready, new_event
 
-    runtime, table, null = gpu.runtime, alloc._core.device, Handle(0)
-    small = Slot(SMALL_BYTES, copied=False)
+    runtime, table = gpu.runtime, alloc._core.device
+    small = Slot(SMALL_BYTES, False, gpu.device)
     lay_out_small(small)
-    large = Slot(128 + 12 * MANY + 64, copied=True)
+    large = Slot(128 + 12 * MANY + 64, True, gpu.device)
     few, more, many = part(FEW), part(MORE), part(MANY)
     event = new_event()
     runtime.eventRecord(event, 0)
-    geometry, tile = table.geometry, np.int32(table.geometry.tile)
-    function = kernel("assign_pages", gpu.device)
     fill_pages(small, *few)
-
-    def step() -> None:
-        arguments = (*geometry.arguments, tile, small.ptr)
-        function((1,), (THREADS,), arguments, 0, null)
-
     return {
-        "assign_pages by its Function": step,
+        "assign_mapped by its Function": lambda: table._launch_mapped(small.ptr, FEW, 0),
         "staging slot taken from the ring": lambda: table._small.take(),
         f"staging filled, {FEW} pages": lambda: fill_pages(small, *few),
         f"staging filled, {MORE} pages": lambda: fill_pages(small, *more),

@@ -16,13 +16,14 @@ import numpy as np
 
 from profiling.gpu import common
 from profiling.gpu.clock import DONE, RETURN, Gpu, both_records, in_turns
-from profiling.gpu.handmade import Grid, lay_out, made_up_ids
+from profiling.gpu.handmade import Grid, fill_small_slot, lay_out, made_up_ids, small_slot
 from profiling.gpu.layout import Found, Table, size, us
 from profiling.harness import Effort, Side, Step, summarize
 from profiling.measured import Record
 from sgalloc.device.kernels import THREADS, kernel
 
-BYTES = (4_096, 16_384, 65_536, 262_144, 1_048_576)
+# The first two fit into a small staging slot.
+BYTES = (4_096, 12_288, 65_536, 262_144, 1_048_576)
 PAGE_SIZE = 16
 MAPPED, MAPPED_GRAPH = "mapped", "mapped, in a graph"
 COPY, COPY_GRAPH, SIDE = "copy, same stream", "copy, in a graph", "copy, side stream"
@@ -61,6 +62,7 @@ class Update:
     """
 
     def __init__(self, gpu: Gpu, count: int) -> None:
+        from sgalloc.device.layout import SMALL_PAGES
         from sgalloc.device.staging import pinned
         from sgalloc.device.streams import Handle, new_event, new_stream
 
@@ -68,11 +70,15 @@ class Update:
         self._handle = Handle
         pages = (count - 128) // 12
         self._grid = Grid(gpu, PAGE_SIZE, pages, 1, 1)
-        self._owner, self._memory = pinned(count)
-        ids = made_up_ids(pages, PAGE_SIZE, 0)
-        rows = np.arange(1, pages + 1)
-        lay_out(self._memory, rows, 0, 1, ids, self._grid.row_pages, "places")
-        self._ids = ids
+        ids, rows = made_up_ids(pages, PAGE_SIZE, 0), np.arange(1, pages + 1)
+        row_pages = self._grid.row_pages
+        self._owner, memory = pinned(count)
+        lay_out(memory, rows, 0, 1, ids, row_pages, "places")
+        # What is read in place lies as the device lays it out, where a small slot suffices.
+        self._small, block = small_slot() if pages <= SMALL_PAGES else (None, None)
+        if block is not None:
+            fill_small_slot(block, rows, 0, 1, ids, row_pages)
+        self._ids, self._pages = ids, pages
         self._target = gpu.empty((count,), np.uint8)
         self._host, self._there = int(self._owner.ptr), int(self._target.data.ptr)
         self._side = new_stream()
@@ -80,10 +86,12 @@ class Update:
         geometry = self._grid.geometry
         tile = geometry.tile_for(pages)
         self._blocks = geometry.blocks(pages, tile)
-        self._arguments = (*geometry.arguments, np.int32(tile))
+        self._mapped_tile = geometry.mapped_tile
+        self._leading, self._tile = geometry.arguments, np.int32(tile)
         self._function = kernel("assign_pages", gpu.device)
+        self._in_place = kernel("assign_mapped", gpu.device)
         self._graphs = {
-            MAPPED_GRAPH: gpu.capture(lambda stream: self._launch(self._host, stream)),
+            MAPPED_GRAPH: gpu.capture(self._launch_mapped),
             COPY_GRAPH: gpu.capture(self._copy_and_launch),
         }
 
@@ -93,7 +101,7 @@ class Update:
         graph = self._graphs.get(name)
 
         def mapped(stream: int) -> None:
-            self._launch(self._host, stream)
+            self._launch_mapped(stream)
             runtime.eventRecord(event, stream)
 
         def copied(stream: int) -> None:
@@ -105,7 +113,7 @@ class Update:
             runtime.memcpyAsync(self._there, self._host, self._bytes, _HOST_TO_DEVICE, side)
             runtime.eventRecord(self._copied, side)
             runtime.streamWaitEvent(stream, self._copied)
-            self._launch(self._there, stream)
+            self._launch(stream)
             runtime.eventRecord(event, stream)
 
         def replayed(stream: int) -> None:
@@ -128,18 +136,26 @@ class Update:
         if graph is None:
             self.way(name)(int(self._side.ptr))
             self._gpu.wait()
-            source = self._host if name == MAPPED else self._there
-            graph = self._gpu.capture(lambda stream: self._launch(source, stream))
+            graph = self._gpu.capture(self._launch_mapped if name == MAPPED else self._launch)
         self._grid.check(graph, [self._ids[:, None]])
 
     def _copy_and_launch(self, stream: int) -> None:
         runtime = self._gpu.runtime
         runtime.memcpyAsync(self._there, self._host, self._bytes, _HOST_TO_DEVICE, stream)
-        self._launch(self._there, stream)
+        self._launch(stream)
 
-    def _launch(self, source: int, stream: int) -> None:
-        arguments = (*self._arguments, source)
+    def _launch(self, stream: int, source: int = 0) -> None:
+        arguments = (*self._leading, self._tile, source or self._there)
         self._function((self._blocks,), (THREADS,), arguments, 0, self._handle(stream))
+
+    def _launch_mapped(self, stream: int) -> None:
+        if self._small is None:
+            self._launch(stream, self._host)
+            return
+        tile = self._mapped_tile
+        arguments = (*self._leading, np.int32(tile), int(self._small.ptr))
+        grid = (-(-self._pages // tile),)
+        self._in_place(grid, (THREADS,), arguments, 0, self._handle(stream))
 
 
 def measure(quick: bool, gpu: Gpu, turns: int | None = None) -> common.Outcome:

@@ -81,6 +81,9 @@ class Device(Writer, Protocol):
             An event that is done when they are written.
         """
 
+    def capturing(self) -> bool:
+        """Whether a stream is being captured, so that no event may be polled."""
+
     def captured(self, apply: Any, max_pages: int) -> Any:
         """An update to put into a graph of the caller's."""
 

@@ -86,6 +86,10 @@ class CpuDevice:
             gather.out[:] = self.gather(gather.rows, gather.start, gather.stop)
         return DONE
 
+    def capturing(self) -> bool:
+        """Never: a CPU captures nothing."""
+        return False
+
     def write_watermarks(self, *_: Any) -> None:
         """A CPU has nobody to round for it."""
 

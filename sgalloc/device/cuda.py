@@ -156,12 +156,13 @@ class CudaDevice:
         slot = Slot(SMALL_BYTES, False, self.index)
         lay_out_small(slot)
         if captured:
-            stream = new_stream()
-            stream.begin_capture(_RELAXED)
-            self._launch_mapped(slot.ptr, SMALL_PAGES, stream.ptr)
-            slot.graph = stream.end_capture()
-            slot.executable = slot.graph.graphExec
-            self.launches -= 1
+            stream, graphs = new_stream(), []
+            for gathered in (0, SMALL_GATHERED):
+                stream.begin_capture(_RELAXED)
+                self._launch_small(slot.ptr, SMALL_PAGES, gathered, stream.ptr)
+                graphs.append(stream.end_capture())
+                self.launches -= 1
+            slot.graphs = tuple(graphs)
         return slot
 
     # -- a step ----------------------------------------------------------------------------
@@ -180,14 +181,14 @@ class CudaDevice:
                 if after is not None:
                     self._order.wait(after)
                 return self._last or DONE
-            stream, capturing = self._order.enter(after)
+            stream, capturing, quiet = self._order.enter(after)
             if self._small is None:
-                if capturing:
-                    raise WrongState("call alloc.warm() before a verb on a capturing stream")
+                if quiet:
+                    raise WrongState("call alloc.warm() before a verb while a stream is captured")
                 self.warm()
-            if gather is None and pages.total <= self._mapped_pages and not capturing:  # type: ignore[union-attr]
+            if gather is None and pages.total <= self._mapped_pages and not quiet:  # type: ignore[union-attr]
                 return self._write_small(pages, ids, stream)  # type: ignore[arg-type]
-            slot = self._stage(pages, ids, gather, stream, capturing)
+            slot = self._stage(pages, ids, gather, stream, quiet)
             slot.hold(stream)
             # An event of a capture means nothing outside of it.
             if capturing:
@@ -203,11 +204,11 @@ class CudaDevice:
         """The step of a decode loop: pages alone, few enough to be read from mapped memory."""
         slot = self._small.take()  # type: ignore[union-attr]
         fill_pages(slot, pages, ids)
-        if slot.graph is None:
-            self._launch_mapped(slot.ptr, pages.total, stream)
-        else:
-            runtime.graphLaunch(slot.executable, stream)
+        if slot.graphs:
+            runtime.graphLaunch(slot.graphs[0].graphExec, stream)
             self.launches += 1
+        else:
+            self._launch_small(slot.ptr, pages.total, 0, stream)
         slot.hold(stream)
         self._last = slot.ready
         self._order.leave(stream, slot.event)
@@ -219,9 +220,9 @@ class CudaDevice:
         ids: Int32 | None,
         gather: Gather | None,
         stream: int,
-        capturing: bool,
+        quiet: bool,
     ) -> Slot:
-        """Lay the step out in a slot and launch it."""
+        """Lay the step out in a slot and launch it; ``quiet``, with no slot polled for."""
         assert self._small is not None and self._large is not None and self._spare is not None
         total = 0 if pages is None else pages.total
         asked = slots = uniform = 0
@@ -232,21 +233,21 @@ class CudaDevice:
             and 12 * total + 16 * asked <= self._mapped_bytes
             and (gather is None or (uniform and asked <= SMALL_GATHERED))
         ):
-            slot = self._spare.take(0) if capturing else self._small.take()
+            slot = self._spare.take(0) if quiet else self._small.take()
             if gather is None:
                 assert pages is not None and ids is not None
                 fill_pages(slot, pages, ids)
             else:
                 fill_small(slot, pages, ids, gather, uniform)
-            if slot.graph is not None and not capturing:
-                runtime.graphLaunch(slot.graph.graphExec, stream)
+            if slot.graphs and not quiet:
+                runtime.graphLaunch(slot.graphs[gather is not None].graphExec, stream)
                 self.launches += 1
             else:
-                self._launch_mapped(slot.ptr, total, stream)
+                self._launch_small(slot.ptr, total, slots, stream)
             return slot
         runs = 0 if pages is None else pages.rows.size
         size = HEADER_BYTES + 12 * runs + 4 * total + 20 * asked + 64
-        if capturing:
+        if quiet:
             slot = self._spare.take(size)
             fill(slot, pages, ids, gather, uniform, self.row_pages)
             self._launch_step(slot.ptr, total, slots, stream)
@@ -260,11 +261,11 @@ class CudaDevice:
         self._launch_step(slot.target, total, slots, stream)
         return slot
 
-    def _launch_mapped(self, source: int, pages: int, stream: int) -> None:
-        """Launch on a small slot, which is read in place; some slots to gather do not count."""
+    def _launch_small(self, source: int, pages: int, slots: int, stream: int) -> None:
+        """Launch on a small slot, which is read in place."""
         tile = self.geometry.mapped_tile
-        kernel("assign_mapped", self.index)(
-            (max(1, -(-pages // tile)),),
+        kernel("assign_pages" if slots else "assign_mapped", self.index)(
+            (self.geometry.blocks(pages, tile, slots),),
             (THREADS,),
             (*self.geometry.arguments, np.int32(tile), source),
             0,
@@ -357,8 +358,8 @@ class CudaDevice:
                 self.warm()
             if size > self._large_bytes:
                 return None
-            stream, capturing = self._order.enter(after)
-            if capturing:
+            stream, _, quiet = self._order.enter(after)
+            if quiet:
                 return None
             assert self._large is not None and self._scan is not None
             slot = self._large.take()
@@ -423,8 +424,8 @@ class CudaDevice:
         with _Current(self.index):
             if self._large is None:
                 self.warm()
-            stream, capturing = self._order.enter(None)
-            if capturing:
+            stream, _, quiet = self._order.enter(None)
+            if quiet:
                 raise WrongState("update exports before the capture; their addresses stay")
             if size > self._large_bytes:
                 self._grow_large(size)
@@ -463,6 +464,11 @@ class CudaDevice:
             slot.hold(stream)
             self._order.leave(stream, slot.event)
             return slot.ready
+
+    def capturing(self) -> bool:
+        """Whether a capture is under way, in which no event may be polled."""
+        with _Current(self.index):
+            return self._order.capturing()
 
     # -- counters --------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ class Geometry:
 
     def blocks(self, pages: int, tile: int, slots: int = 0) -> int:
         """Blocks for ``pages`` in tiles of ``tile`` and ``slots`` gathered; at least one."""
-        return max(1, min(max(-(-pages // tile), -(-slots // (4 * THREADS))), 8 * self.sms))
+        return max(1, min(max(-(-pages // tile), -(-slots // THREADS)), 8 * self.sms))
 
     def tile_requests(self, requests: int) -> int:
         """Requests of a tile of page_watermarks: two tiles a multiprocessor, while that goes."""

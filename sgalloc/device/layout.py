@@ -45,15 +45,17 @@ def lay_out_small(slot: Block) -> None:
     words[IDS_AT] = 4 * _SMALL_IDS
     for n, place in enumerate((ROW_AT, START_AT, FIRST_NEW_AT, NEW_AT_AT)):
         words[place] = 4 * (_SMALL_GATHER + n * SMALL_GATHERED)
+    slot.longs[_SMALL_PLACES : _SMALL_PLACES + SMALL_PAGES] = -1
 
 
 def fill_pages(slot: Block, pages: Segments, ids: Int32) -> None:
-    """Lay out a step of pages alone, in a small slot."""
+    """Lay out a step of pages alone, in a small slot; places behind the last page are -1."""
     total = pages.total
     slot.longs[_SMALL_PLACES : _SMALL_PLACES + total] = pages.where
     slot.ints[_SMALL_IDS : _SMALL_IDS + total] = ids
-    slot.words[PAGES] = total
-    slot.words[TOTAL] = 0
+    if total < slot.filled:
+        slot.longs[_SMALL_PLACES + total : _SMALL_PLACES + slot.filled] = -1
+    slot.filled = total
 
 
 def fill_small(
@@ -63,6 +65,7 @@ def fill_small(
     slot.words[PAGES] = 0
     if pages is not None and ids is not None:
         fill_pages(slot, pages, ids)
+        slot.words[PAGES] = pages.total
     _describe(slot, gather, uniform)
     n, first, step = gather.rows.size, _SMALL_GATHER, SMALL_GATHERED
     slot.ints[first : first + n] = gather.rows

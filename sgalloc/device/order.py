@@ -45,13 +45,17 @@ class StreamOrder:
         self._last_stream = -1
         self._last_event = 0
 
-    def enter(self, after: Any) -> tuple[int, bool]:
-        """The stream of a step, which waits for whom it must, and whether it is captured.
+    def enter(self, after: Any) -> tuple[int, bool, bool]:
+        """The stream of a step, which waits for whom it must.
 
         The device is current already.
 
         Args:
             after: the event behind the last reader, or None.
+
+        Returns:
+            The stream, whether it is being captured, and whether some capture is under way, in
+            which nothing may be polled.
 
         Raises:
             TypeError: ``after`` is no CUDA event.
@@ -60,23 +64,32 @@ class StreamOrder:
         torch = torch_stream(self._device)
         current = cupy if torch is None else torch
         stream = current if self._fixed is None else self._fixed
-        capturing = bool(runtime.streamIsCapturing(stream))
+        # An event of a capture brings the stream into it.
         if after is not None:
             runtime.streamWaitEvent(stream, event_pointer(after))
-        elif self._reader is not None:
-            if not capturing:
-                self._behind(stream, self._reader)
-        elif current != stream or cupy != current:
+        capturing = quiet = bool(runtime.streamIsCapturing(stream))
+        if current != stream or cupy != current:
             forking = bool(runtime.streamIsCapturing(current))
-            # What is captured cannot wait for what is not.
-            if forking or not capturing:
-                self._behind(stream, current)
-            capturing = capturing or forking
-            if not capturing:
-                self._behind(stream, cupy)
+            quiet = capturing or forking
+            if after is None and self._reader is None:
+                # What is captured cannot wait for what is not.
+                if forking or not capturing:
+                    self._behind(stream, current)
+                capturing = quiet
+                if not quiet:
+                    self._behind(stream, cupy)
+        if after is None and self._reader is not None and not capturing:
+            self._behind(stream, self._reader)
         if stream != self._last_stream and self._last_event and not capturing:
             runtime.streamWaitEvent(stream, self._last_event)
-        return stream, capturing
+        return stream, capturing, quiet
+
+    def capturing(self) -> bool:
+        """Whether a capture is under way on the stream that is current, or on the own one."""
+        cupy = int(get_current_stream().ptr)
+        torch = torch_stream(self._device)
+        streams = {cupy if torch is None else torch, self._fixed or 0}
+        return any(runtime.streamIsCapturing(stream) for stream in streams)
 
     def leave(self, stream: int, event: int) -> None:
         """Note that ``event`` was recorded behind a step on ``stream``."""

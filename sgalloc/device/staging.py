@@ -43,9 +43,10 @@ class Block:
         size: bytes.
         ints, longs: the memory as int32 and as int64.
         words: the header as int32.
+        filled: pages of the last step that was laid out in a small slot.
     """
 
-    __slots__ = ("ints", "longs", "ptr", "size", "words")
+    __slots__ = ("filled", "ints", "longs", "ptr", "size", "words")
 
     def __init__(self, memory: NDArray[np.uint8], ptr: int) -> None:
         memory[:] = 0
@@ -54,6 +55,7 @@ class Block:
         self.ints: NDArray[np.int32] = memory.view(np.int32)
         self.longs: NDArray[np.int64] = memory.view(np.int64)
         self.words = self.ints[: HEADER_BYTES // 4]
+        self.filled = 0
 
 
 class Slot(Block):
@@ -64,8 +66,8 @@ class Slot(Block):
         used: whether the event was ever recorded.
         stream: where the last use was.
         ready: the event, as callers see it.
-        executable: handle of the graph.
-        graph: what launches the kernel on this slot (None: a plain launch does).
+        graphs: what launches a step on this slot, without and with a gather (none: a plain
+            launch does).
         target: address that the kernel reads: a device buffer that the slot is copied to, or
             the slot itself.
     """
@@ -74,8 +76,7 @@ class Slot(Block):
         "_copy",
         "_keep",
         "event",
-        "executable",
-        "graph",
+        "graphs",
         "ready",
         "stream",
         "target",
@@ -89,10 +90,9 @@ class Slot(Block):
         self.target: int = self.ptr if self._copy is None else self._copy.data.ptr
         self.event = new_event()
         self.ready = Ready(self.event, device)
-        self.executable = 0
         self.used = False
         self.stream = -1
-        self.graph: Any = None
+        self.graphs: tuple[Any, ...] = ()
 
     def busy(self) -> bool:
         """Whether a use of it is pending."""
