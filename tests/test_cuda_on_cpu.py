@@ -59,6 +59,19 @@ def test_warp_operations_are_those_of_the_manual(cpu: Emulator) -> None:
     assert (votes.data == words.repeat(32, axis=0).ravel()).all()
 
 
+def test_bits_are_counted_and_64_bits_compared_whole(cpu: Emulator) -> None:
+    words = np.array([0, 1, 2**31, 2**32 - 1, 0xA5A5A5A5], np.uint32)
+    # The lower halves of these are in the other order.
+    a = np.array([0, 2**40, -(2**40), 2**33 + 1, -1], np.int64)
+    b = np.array([1, 7, 7, 2**34, -(2**32)], np.int64)
+    bits, least, most = ints(5), ints(5, np.int64), ints(5, np.int64)
+    arguments = [Buffer(words), Buffer(a), Buffer(b), bits, least, most]
+    cpu.launch("count_and_compare", 1, 5, arguments)
+    assert bits.data.tolist() == [int(word).bit_count() for word in words]
+    assert (least.data == np.minimum(a, b)).all()
+    assert (most.data == np.maximum(a, b)).all()
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("resident", [1, 3])
 def test_each_block_has_its_own_shared_memory(cpu: Emulator, seed: int, resident: int) -> None:
@@ -173,14 +186,22 @@ def test_a_host_may_write_while_a_kernel_runs(cpu: Emulator) -> None:
     cpu.launch("wait_in_vain", 1, 1, [word], host_write=HostWrite(20, word, 0, one))
 
 
-def test_a_source_with_a_warning_is_not_built() -> None:
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("int unused; out[0] = 1;", "unused"),
+        ("if (threadIdx.x < out[0]) out[0] = 1;", "signedness"),
+        ("out[0] = min(out[0], 1LL);", "deleted"),
+        ("out[0] = max(out[0], 1u);", "deleted"),
+    ],
+)
+def test_a_source_that_a_gpu_may_take_otherwise_is_not_built(body: str, message: str) -> None:
     require_compiler()
     source = build().folder / "warned.cu"
     source.write_text(
-        'extern "C" __global__ void warned(int* out) {\n    int unused;\n    out[0] = 1;\n}\n',
-        encoding="utf-8",
+        f'extern "C" __global__ void warned(int* out) {{\n    {body}\n}}\n', encoding="utf-8"
     )
-    with pytest.raises(BuildFailed, match="unused"):
+    with pytest.raises(BuildFailed, match=message):
         build().program("warned", [source])
 
 

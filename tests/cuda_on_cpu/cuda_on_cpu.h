@@ -116,7 +116,15 @@ static inline int4 make_int4(int x, int y, int z, int w) { return int4(x, y, z, 
 
 static inline int min(int a, int b) { return b < a ? b : a; }
 static inline int max(int a, int b) { return a < b ? b : a; }
+static inline long long min(long long a, long long b) { return b < a ? b : a; }
+static inline long long max(long long a, long long b) { return a < b ? b : a; }
+// Other types would be narrowed here without a word, where a GPU takes the wider type.
+template <typename A, typename B>
+void min(A, B) = delete;
+template <typename A, typename B>
+void max(A, B) = delete;
 static inline int __ffs(int word) { return __builtin_ffs(word); }
+static inline int __popc(unsigned word) { return __builtin_popcount(word); }
 
 static inline void __syncthreads(int line = __builtin_LINE()) {
     cuda_on_cpu::wait_for_block(line);

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from cuda_on_cpu.emulator import Buffer, Emulator, Stats
+from cuda_on_cpu.steps import FIXED_PAGES, SERIAL_AT, mapped_step_of, step_of
 from cuda_on_cpu.tables import (
     Growth,
     Int32,
@@ -18,69 +18,6 @@ from cuda_on_cpu.tables import (
     fresh_ids,
     own_old_pages,
 )
-from numpy.typing import NDArray
-
-NEVER = 2**31 - 1  # `first_new` of a request that this launch gives no page
-STEP = struct.Struct("<6iQ8iI15i")  # struct Step of assign_pages.cu
-SERIAL_AT = 64
-assert STEP.size == 128
-
-
-def step_of(
-    table: Table,
-    growths: Sequence[Growth],
-    ids: Int32,
-    *,
-    runs: bool = False,
-    wide: bool = False,
-    serial: int = 0,
-    rng: Rng,
-) -> tuple[Buffer, Buffer]:
-    """The step that tells the kernel of `growths`, and the array for the slots asked for.
-
-    Around each array lies a hole that nobody may touch, and an array that the kernel has no use
-    for is a hole altogether. Arrays start at odd multiples of their entries' size at times.
-    """
-    new = np.array([g.new for g in growths], np.int64)
-    firsts = np.cumsum(new) - new
-    growing = [i for i, g in enumerate(growths) if g.new]
-    starts = [
-        (table.first_row + growths[i].row) * table.row_pages + growths[i].old for i in growing
-    ]
-    asking = [i for i, g in enumerate(growths) if g.asked]
-    asked = np.array([growths[i].asked for i in asking], np.int64)
-    if runs:
-        places = np.array([s - firsts[i] for s, i in zip(starts, growing, strict=True)], np.int64)
-    else:
-        places = np.concatenate(
-            [np.arange(s, s + new[i]) for s, i in zip(starts, growing, strict=True)] or [[]]
-        ).astype(np.int64)
-    uniform = int(asked[0]) if len(set(asked.tolist())) == 1 else 0
-    arrays: list[NDArray[Any]] = [
-        places,
-        ids,
-        firsts[growing].astype(np.int32) if runs else np.empty(0, np.int32),
-        np.array([table.first_row + growths[i].row for i in asking], np.int32),
-        np.array([growths[i].start for i in asking], np.int32),
-        np.empty(0, np.int32) if uniform else (np.cumsum(asked) - asked).astype(np.int32),
-        np.array([growths[i].old if growths[i].new else NEVER for i in asking], np.int32),
-        np.array([firsts[i] for i in asking], np.int32),
-    ]
-    offsets, holes, end = [], [], STEP.size
-    for array in arrays:
-        size = array.dtype.itemsize
-        start = -(-(end + 32) // size) * size + size * int(rng.integers(4))
-        holes.append((end, start))
-        offsets.append(start)
-        end = start + array.nbytes
-    data = np.zeros(end, np.uint8)
-    for start, array in zip(offsets, arrays, strict=True):
-        data[start : start + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
-    total = int(asked.sum())
-    head = (len(ids), len(growing) if runs else 0, len(asking), total, uniform, int(wide), 0)
-    data[: STEP.size] = np.frombuffer(STEP.pack(*head, *offsets, serial, *[0] * 15), np.uint8)
-    out = Buffer(distinct(total).astype(np.int64 if wide else np.int32), True)
-    return Buffer(data, holes=holes, links={24: out}), out
 
 
 def assign(
@@ -94,18 +31,61 @@ def assign(
     tile: int = 1024,
     runs: bool = False,
     wide: bool = False,
+    idle: bool = False,
     **how: Any,
 ) -> Stats:
     """Launch assign_pages for `growths`, and hold the table and `out` against the row law."""
     own_old_pages(table, growths, rng)
     ids = fresh_ids(rng, sum(g.new for g in growths), table.page_size)
-    step, out = step_of(table, growths, ids, runs=runs, wide=wide, rng=rng)
+    step, out = step_of(table, growths, ids, runs=runs, wide=wide, idle=idle, rng=rng)
     slots = expect_growth(table, growths, ids)
     stats = emulator.launch(
         "assign_pages", grid, threads, [*table.arguments, np.int32(tile), step], **how
     )
     table.check()
     np.testing.assert_array_equal(out.data, slots)
+    return stats
+
+
+def mapped_grid(pages: int, tile: int, captured: bool) -> int:
+    """Blocks of assign_mapped, which in a graph is launched for as many pages as there may be."""
+    return max(1, -(-(FIXED_PAGES if captured else pages) // tile))
+
+
+def assign_mapped(
+    emulator: Emulator,
+    table: Table,
+    growths: Sequence[Growth],
+    rng: Rng,
+    *,
+    tile: int,
+    captured: bool,
+    threads: int = 256,
+    wide: bool = False,
+    **how: Any,
+) -> Stats:
+    """Launch assign_mapped for `growths`, and hold the table and `out` against the row law."""
+    own_old_pages(table, growths, rng)
+    ids = fresh_ids(rng, sum(g.new for g in growths), table.page_size)
+    grid = mapped_grid(len(ids), tile, captured)
+    read = min(FIXED_PAGES, grid * tile)
+    step, out = mapped_step_of(table, growths, ids, read=read, wide=wide)
+    slots = expect_growth(table, growths, ids)
+    stats = emulator.launch(
+        "assign_mapped", grid, threads, [*table.arguments, np.int32(tile), step], **how
+    )
+    table.check()
+    np.testing.assert_array_equal(out.data, slots)
+    return stats
+
+
+def search(emulator: Emulator, offsets: Int32, values: Int32, **how: Any) -> Stats:
+    """Launch warp_insertion, a warp a value, and hold what each lane is told against NumPy."""
+    found = Buffer(np.full((len(values), 32), -1, np.int32), writable=True)
+    arguments = [Buffer(offsets), np.int32(len(offsets)), np.int32(len(values)), Buffer(values)]
+    stats = emulator.launch("probe_warp_insertion", 1, 64, [*arguments, found], **how)
+    wanted = np.searchsorted(offsets, values, side="right")
+    np.testing.assert_array_equal(found.data, np.repeat(wanted[:, None], 32, axis=1))
     return stats
 
 
@@ -129,11 +109,12 @@ def watermarks(
     scan: Scan | None = None,
     *,
     tile_pages: int = 1024,
+    tile_requests: int = 1024,
     **how: Any,
 ) -> Stats:
     """Launch page_watermarks, and hold the table against the row law; the next epoch follows."""
     size = table.page_size
-    tiles = -(-len(rows) // 1024)
+    tiles = -(-len(rows) // tile_requests)
     scan = scan or Scan(tiles)
     marks = committed.astype(np.int64) + reserve
     after = np.maximum(allocated, -(-marks // size) * size)
@@ -152,6 +133,7 @@ def watermarks(
         [
             *table.arguments,
             np.int32(tile_pages),
+            np.int32(tile_requests),
             np.int32(len(rows)),
             Buffer(rows + np.int32(table.first_row)),
             Buffer(committed),
@@ -252,7 +234,7 @@ class Replays:
     def __init__(self, table: Table, ring: int, stride: int, before: int = 0) -> None:
         self.table, self.ring, self.stride = table, ring, stride
         self.steps = Buffer(np.zeros(ring * stride, np.uint8))
-        self.counters = Buffer(np.array([before, 0, 0, 0], np.uint32), writable=True)
+        self.counters = Buffer(np.array([before, 0, 0], np.uint32), writable=True)
         self.applied = Buffer(np.array([before], np.uint32), writable=True)
         self.staged = before
 
@@ -293,6 +275,6 @@ class Replays:
 
     def check(self, applied: int) -> None:
         """So many steps were applied, and the table holds what they said."""
-        assert self.counters.data.tolist() == [applied % 2**32, 0, 0, 0]
+        assert self.counters.data.tolist() == [applied % 2**32, 0, 0]
         assert self.applied.data.tolist() == [applied % 2**32]
         self.table.check()

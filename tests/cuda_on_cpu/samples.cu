@@ -13,6 +13,14 @@ extern "C" __global__ void warp_operations(i32* up, i32* across, u32* votes) {
     }
 }
 
+extern "C" __global__ void count_and_compare(
+    const u32* words, const i64* a, const i64* b, i32* bits, i64* least, i64* most) {
+    i32 at = threadIdx.x;
+    bits[at] = __popc(words[at]);
+    least[at] = min(a[at], b[at]);
+    most[at] = max(a[at], b[at]);
+}
+
 extern "C" __global__ void reverse_by_barrier(i32* out) {
     __shared__ i32 values[256];
     i32 thread = threadIdx.x, size = blockDim.x;

@@ -1,0 +1,137 @@
+"""Steps as the host lays them out for struct Step of assign_pages.cu to read."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from cuda_on_cpu.emulator import Buffer
+from cuda_on_cpu.tables import Growth, Int32, Rng, Table, distinct
+from numpy.typing import NDArray
+
+NEVER = 2**31 - 1  # `first_new` of a request that this launch gives no page
+STEP = struct.Struct("<6iQ8iI15i")
+SERIAL_AT = 64
+assert STEP.size == 128
+# A step in mapped memory: so many pages, and so many requests of the gather, at fixed places.
+FIXED_PAGES = 1024
+FIXED_BYTES = STEP.size + (8 + 4 + 4 * 4) * FIXED_PAGES
+
+
+class Told(NamedTuple):
+    """What a step says in its header, beside the arrays in the order of its fields."""
+
+    head: tuple[int, int, int, int, int, int]
+    arrays: list[NDArray[Any]]
+
+    @property
+    def total(self) -> int:
+        """Slots asked for."""
+        return self.head[3]
+
+
+def tell(
+    table: Table, growths: Sequence[Growth], ids: Int32, runs: bool, wide: bool, idle: bool
+) -> Told:
+    """A step of `growths`. Where `idle`, its gather names requests that ask for no slot too."""
+    new = np.array([g.new for g in growths], np.int64)
+    firsts = np.cumsum(new) - new
+    growing = [i for i, g in enumerate(growths) if g.new]
+    starts = [
+        (table.first_row + growths[i].row) * table.row_pages + growths[i].old for i in growing
+    ]
+    asking = [i for i, g in enumerate(growths) if idle or g.asked]
+    asked = np.array([growths[i].asked for i in asking], np.int64)
+    if runs:
+        places = np.array([s - firsts[i] for s, i in zip(starts, growing, strict=True)], np.int64)
+    else:
+        places = np.concatenate(
+            [np.arange(s, s + new[i]) for s, i in zip(starts, growing, strict=True)] or [[]]
+        ).astype(np.int64)
+    uniform = int(asked[0]) if len(set(asked.tolist())) == 1 else 0
+    arrays: list[NDArray[Any]] = [
+        places,
+        ids,
+        firsts[growing].astype(np.int32) if runs else np.empty(0, np.int32),
+        np.array([table.first_row + growths[i].row for i in asking], np.int32),
+        np.array([growths[i].start for i in asking], np.int32),
+        np.empty(0, np.int32) if uniform else (np.cumsum(asked) - asked).astype(np.int32),
+        np.array([growths[i].old if growths[i].new else NEVER for i in asking], np.int32),
+        np.array([firsts[i] for i in asking], np.int32),
+    ]
+    segments = len(growing) if runs else 0
+    head = (len(ids), segments, len(asking), int(asked.sum()), uniform, int(wide))
+    return Told(head, arrays)
+
+
+def out_of(told: Told, wide: bool) -> Buffer:
+    """The array for the slots that a step asks for."""
+    return Buffer(distinct(told.total).astype(np.int64 if wide else np.int32), True)
+
+
+def step_of(
+    table: Table,
+    growths: Sequence[Growth],
+    ids: Int32,
+    *,
+    runs: bool = False,
+    wide: bool = False,
+    idle: bool = False,
+    serial: int = 0,
+    rng: Rng,
+) -> tuple[Buffer, Buffer]:
+    """The step that tells the kernel of `growths`, and the array for the slots asked for.
+
+    Around each array lies a hole that nobody may touch, and an array that the kernel has no use
+    for is a hole altogether. Arrays start at odd multiples of their entries' size at times.
+    """
+    told = tell(table, growths, ids, runs, wide, idle)
+    arrays = told.arrays
+    offsets, holes, end = [], [], STEP.size
+    for array in arrays:
+        size = array.dtype.itemsize
+        start = -(-(end + 32) // size) * size + size * int(rng.integers(4))
+        holes.append((end, start))
+        offsets.append(start)
+        end = start + array.nbytes
+    data = np.zeros(end, np.uint8)
+    for start, array in zip(offsets, arrays, strict=True):
+        data[start : start + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
+    head = STEP.pack(*told.head, 0, *offsets, serial, *[0] * 15)
+    data[: STEP.size] = np.frombuffer(head, np.uint8)
+    out = out_of(told, wide)
+    return Buffer(data, holes=holes, links={24: out}), out
+
+
+def mapped_step_of(
+    table: Table, growths: Sequence[Growth], ids: Int32, *, read: int, wide: bool = False
+) -> tuple[Buffer, Buffer]:
+    """The same with every array at its fixed place.
+
+    A kernel may read `read` places and ids before it knows how many there are; those that are
+    not there lie far outside of any table. All else that the step does not need is a hole.
+    """
+    told = tell(table, growths, ids, runs=False, wide=wide, idle=False)
+    _, _, _, row, start, offset, first_new, new_at = told.arrays
+    assert not offset.size, "a step in mapped memory gathers as many slots of each request"
+    data = np.zeros(FIXED_BYTES, np.uint8)
+    places = data[STEP.size :][: 8 * FIXED_PAGES].view(np.int64)
+    words = data[STEP.size + 8 * FIXED_PAGES :].view(np.int32).reshape(5, FIXED_PAGES)
+    places[:] = 2**44 + 1000 * np.arange(FIXED_PAGES)
+    words[:] = distinct(words.size).reshape(words.shape)
+    places[: len(ids)] = told.arrays[0]
+    ids_at = STEP.size + 8 * FIXED_PAGES
+    holes = [(STEP.size + 8 * read, ids_at)]
+    for n, array in enumerate((ids, row, start, first_new, new_at)):
+        words[n, : array.size] = array
+        used = read if n == 0 else array.size
+        holes.append((ids_at + 4 * (n * FIXED_PAGES + used), ids_at + 4 * (n + 1) * FIXED_PAGES))
+    fixed = [ids_at + 4 * n * FIXED_PAGES for n in range(5)]
+    # The header also says where the arrays are, but for those of other kinds of steps.
+    offsets = [STEP.size, fixed[0], 0, fixed[1], fixed[2], 0, fixed[3], fixed[4]]
+    head = STEP.pack(*told.head, 0, *offsets, 0, *[0] * 15)
+    data[: STEP.size] = np.frombuffer(head, np.uint8)
+    out = out_of(told, wide)
+    return Buffer(data, holes=[h for h in holes if h[0] < h[1]], links={24: out}), out
