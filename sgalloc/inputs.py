@@ -36,6 +36,7 @@ PerRequest: TypeAlias = Scalar | Array
 LIMIT = 1 << 60
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 _NAMED = {LIMIT: "2**60", _INT64[0]: "-2**63", _INT64[1]: "2**63 - 1"}
+_EXACT = frozenset((int, np.int32, np.int64))  # what NumPy makes an int64 of, or says it cannot
 _NOT_COUNTS = (bool, np.timedelta64)  # though subclasses of int and np.integer
 
 
@@ -80,12 +81,15 @@ def counts(value: Any, n: int, name: str) -> int | Int64:
 
 def token_counts(value: Any, name: str) -> tuple[int | Int64, int]:
     """``value`` as an int, or an int64 array of its shape, from 0 to 2**60; and the largest."""
-    array = value if type(value) is np.ndarray else None
-    if array is None or array.dtype.kind not in "iu":
-        array = _integers(value, name, 0, LIMIT)
-    if array.ndim == 0:
-        number = whole_number(int(array), name, meaning="a token count")
+    if type(value) is int and 0 <= value <= LIMIT:
+        return value, value
+    if isinstance(value, (int, np.integer)):
+        number = whole_number(value, name, meaning="a token count")
         return number, number
+    known = type(value) is np.ndarray and value.dtype.kind in "iu"
+    array = value if known else _integers(value, name, 0, LIMIT)
+    if not array.ndim:
+        return token_counts(int(array), name)
     numbers = array.astype(np.int64, copy=False)
     if not numbers.size:
         return numbers, 0
@@ -235,7 +239,7 @@ def _integers(value: Any, name: str, low: int, high: int) -> NDArray[Any]:
 def _from_list(value: Sequence[Any], name: str, low: int, high: int) -> NDArray[Any]:
     """Item by item where they are not all ints: NumPy takes a bool among ints for one."""
     kinds = set(map(type, value))
-    if not kinds <= {int}:
+    if not kinds <= _EXACT:
         if all(map(_is_integer, kinds)):
             value = list(map(int, value))
         elif any(map(_has_dimensions, value)):
@@ -267,6 +271,8 @@ def _nested(value: Sequence[Any], name: str) -> Int64:
 
 
 def _as_numpy(value: Any, name: str) -> NDArray[Any]:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return np.asarray(value)
     problem = "lives on a device"
     if not on_device(value):
         problem = "cannot be read by NumPy"

@@ -119,8 +119,9 @@ def _assign(
     pages, runs, requests, total, uniform, wide = words[:6].tolist()
     places_at, ids_at, offsets_at, *gathered = words[8:16].tolist()
     if fixed:
-        assert not runs and pages <= 1024
-        places_at, ids_at = 128, 128 + 8 * 1024
+        # Read before the header is: as many as have a place.
+        pages = int((_view(step + 128, 1024, np.int64) >= 0).sum())
+        places_at, ids_at, total = 128, 128 + 8 * 1024, 0
     ids = _view(step + ids_at, pages, np.int32)
     page = np.arange(pages)
     if runs:

@@ -239,7 +239,7 @@ def plain(
 
     def in_place() -> None:
         fill_pages(small, pages, ids)
-        table._launch_mapped(small.ptr, pages.total, 0)
+        table._launch_small(small.ptr, pages.total, 0, 0)
         small.hold(0)
 
     def mapped() -> None:

@@ -83,7 +83,7 @@ class Growing:
         if self._mapped:
             # The graphs of small staging slots are captured once, for the most that they hold.
             tile = tile or geometry.mapped_tile
-            blocks = blocks or -(-SMALL_PAGES // tile)
+            blocks = blocks or geometry.blocks(SMALL_PAGES, tile)
         tile = tile or geometry.tile_for(self._total)
         blocks = blocks or geometry.blocks(self._total, tile)
         function = kernel("assign_mapped" if self._mapped else "assign_pages", self._gpu.device)
@@ -222,16 +222,16 @@ class Gathering:
 
     def graph(self, count: int, tile: int = 0, blocks: int = 0, threads: int = THREADS) -> Any:
         """See `Launch`."""
-        from sgalloc.device.layout import SMALL_PAGES
+        from sgalloc.device.layout import SMALL_GATHERED, SMALL_PAGES
         from sgalloc.device.streams import Handle
 
         geometry = self.geometry
         if self._small:
             tile = tile or geometry.mapped_tile
-            blocks = blocks or -(-SMALL_PAGES // tile)
+            blocks = blocks or geometry.blocks(SMALL_PAGES, tile, SMALL_GATHERED)
         tile = tile or geometry.tile_for(0)
         blocks = blocks or geometry.blocks(0, tile, self._size)
-        function = kernel("assign_mapped" if self._small else "assign_pages", self._gpu.device)
+        function = kernel("assign_pages", self._gpu.device)
 
         def put(stream: int) -> None:
             for n in range(count):

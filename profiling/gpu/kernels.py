@@ -255,7 +255,7 @@ def sweep_table(found: Found) -> Table:
         "The five fastest and the two slowest of each step. Places need no tiles.",
         ["step", "threads", "tile", "blocks", "kernel", "as shipped"],
         rows,
-        "what is shipped takes, by the best: " + "; ".join(verdicts) + ".",
+        "what is shipped over the best: " + "; ".join(verdicts) + ".",
     )
 
 

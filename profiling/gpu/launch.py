@@ -155,7 +155,7 @@ def host_calls(
     runtime.eventRecord(event, 0)
     fill_pages(small, *few)
     return {
-        "assign_mapped by its Function": lambda: table._launch_mapped(small.ptr, FEW, 0),
+        "assign_mapped by its Function": lambda: table._launch_small(small.ptr, FEW, 0, 0),
         "staging slot taken from the ring": lambda: table._small.take(),
         f"staging filled, {FEW} pages": lambda: fill_pages(small, *few),
         f"staging filled, {MORE} pages": lambda: fill_pages(small, *more),

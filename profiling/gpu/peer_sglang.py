@@ -114,7 +114,9 @@ def measure_cell(gpu: Gpu, cell: Cell, peer: Peer | str, device: str) -> tuple[l
         engine.reset()
         gpu.wait()
         took = (perf_counter() - begin) * 1e6
-        records.append(Record(FIRST, SGLANG, at, Summary(1, took, took, took)))
+        records.append(
+            Record(FIRST, SGLANG, {**at, "verb": cell.what}, Summary(1, took, took, took))
+        )
     effort = Effort(1.0, least=6, most=400, warm_up=3, block=2)
     records += both_records(in_turns(made, effort, gpu.wait), at)
     if engine is None:
@@ -280,7 +282,7 @@ def tables(found: Found) -> list[Table]:
     """What the results say."""
     return [
         step_table(found, "reserve", "EAGLE step"),
-        step_table(found, "decode", "plain decode"),
+        step_table(found, "decode", "Plain decode"),
         release_table(found),
         kernel_table(found),
     ]
@@ -307,7 +309,7 @@ def step_table(found: Found, name: str, title: str) -> Table:
                 if aim and gain:
                     met = "met" if gain >= aim else "missed"
                     verdicts.append(f"{batch:,}: {times(gain)}, aim {aim:.0f}×, {met}")
-        first = found.median(FIRST, SGLANG, **at) if name == "reserve" else None
+        first = found.median(FIRST, SGLANG, verb=name, **at)
         rows.append([*row, "" if first is None else f"{first / 1e6:.2f}"])
     verdict = "ours alone; see the note."
     if verdicts:
@@ -315,7 +317,7 @@ def step_table(found: Found, name: str, title: str) -> Table:
     elif found.where(name, SGLANG):
         verdict = "no aim was set."
     return Table(
-        f"{title.capitalize()} (`{name}`), µs",
+        f"{title} (`{name}`), µs",
         f"Requests of up to 1,000 tokens (128 from 16,384 on); reserve {RESERVE}, 1 to "
         f"{MAX_ACCEPT} accepted. SGLang: watermarks, tensors, copies and `alloc_for_spec_decode`, "
         "or `alloc_for_decode_default`; without what its scheduler asks before. In turns, on an "

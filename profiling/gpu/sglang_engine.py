@@ -172,19 +172,28 @@ class Scheduled:
 class Engine:
     """SGLang's pool and a batch of requests, whose prompts have their pages."""
 
-    def __init__(self, peer: Peer, shape: Shape, num_pages: int, base: Sequence[int]) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        shape: Shape,
+        num_pages: int,
+        base: Sequence[int],
+        device: str = "cuda",
+    ) -> None:
         self._peer, self._shape, self._base = peer, shape, list(base)
+        self._device = device
         torch, size = peer.torch, shape.page_size
         slots = num_pages * size
         if size == 1:
-            self.pool = peer.tokens(slots, torch.int64, "cuda", None, False)
+            self.pool = peer.tokens(slots, torch.int64, device, None, False)
         else:
-            self.pool = peer.paged(slots, size, torch.int64, "cuda", None, False)
-        table = torch.zeros((shape.batch + 1, shape.row_width), dtype=torch.int32, device="cuda")
+            self.pool = peer.paged(slots, size, torch.int64, device, None, False)
+        table = torch.zeros((shape.batch + 1, shape.row_width), dtype=torch.int32, device=device)
         self._rows = Rows(table, size)
         self._tree = NoCache(self.pool, size)
-        self._indices = torch.arange(1, shape.batch + 1, device="cuda")
+        self._indices = torch.arange(1, shape.batch + 1, device=device)
         batch = self._batch = Scheduled()
+        batch.device = device
         batch.tree_cache, batch.req_to_token_pool = self._tree, self._rows
         batch.req_pool_indices = self._indices
         batch.req_pool_indices_cpu = self._indices.cpu()
@@ -202,7 +211,7 @@ class Engine:
         torch, batch = self._peer.torch, self._batch
         batch.reqs = self.requests = [Request(length) for length in self._base]
         batch.seq_lens_cpu = torch.tensor(self._base, dtype=torch.int64)
-        batch.seq_lens = batch.seq_lens_cpu.to("cuda")
+        batch.seq_lens = batch.seq_lens_cpu.to(self._device)
         self.reserve(0)
 
     def reserve(self, reserve: int = RESERVE) -> int:
@@ -220,9 +229,9 @@ class Engine:
             self._rows,
             reqs=requests,
             req_pool_indices=self._indices,
-            cur_kv_lens=cur_cpu.to(device="cuda", non_blocking=True),
+            cur_kv_lens=cur_cpu.to(device=self._device, non_blocking=True),
             cur_kv_lens_cpu=cur_cpu,
-            nxt_kv_lens=nxt_cpu.to(device="cuda", non_blocking=True),
+            nxt_kv_lens=nxt_cpu.to(device=self._device, non_blocking=True),
             nxt_kv_lens_cpu=nxt_cpu,
             num_needed_tokens=needed,
             batch=self._batch,

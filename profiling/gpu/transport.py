@@ -154,7 +154,7 @@ class Update:
             return
         tile = self._mapped_tile
         arguments = (*self._leading, np.int32(tile), int(self._small.ptr))
-        grid = (-(-self._pages // tile),)
+        grid = (self._grid.geometry.blocks(self._pages, tile),)
         self._in_place(grid, (THREADS,), arguments, 0, self._handle(stream))
 
 
@@ -305,7 +305,8 @@ def within(
             took = round(runtime.eventElapsedTime(start, stop) * 1e6)
             if turn:
                 lasted[name].append(took)
-            if turn == again and enqueued > 0.95 * took and took < 1.5 * min(lasted[ALONE]):
+            late = enqueued > 0.95 * took and took < 1.5 * min(lasted[ALONE])
+            if turn == again and name != ALONE and late:
                 notes.append(
                     f"{name} of {size(count)} on the stream of the {forward.name} forward: the "
                     "host was no faster than the GPU, so that what the forward loses reads high"
@@ -391,7 +392,7 @@ def loss_table(found: Found, mode: str) -> Table:
         "µs for one, or ms for a thousand.",
         ["forward, bytes", "forward alone, ms", *CARRIERS],
         rows,
-        "the forward loses least by " + "; ".join(verdicts) + ".",
+        f"the forward loses least by {'; '.join(verdicts) or 'no way: no update was made'}.",
     )
 
 
