@@ -33,7 +33,6 @@ _RANGED = (
     "extend",
     "decode",
     "reserve",
-    "plan",
     "apply",
     "commit",
     "trim",
@@ -108,7 +107,9 @@ class KVAllocator(Holdings):
         self._refusals: Counter[str] = Counter()
         pool = PagePool(self.num_pages)
         self._core = Core.build(ledger, pool, table, prefix_cache, self._count)
-        ranges.instrument(self, _RANGED)
+        self._make_plan = Plan
+        if ranges.listening():
+            self._listen(pool)
 
     # -- what is held ----------------------------------------------------------------------
 
@@ -177,7 +178,7 @@ class KVAllocator(Holdings):
             rows, start, cur = self._ledger.holding(x)
             stop = self._extend_stop(rows, start, lengths)
             self._core.settle()
-            plan = Plan(self._ledger, rows, start, cur, stop, settling=rows)
+            plan = self._make_plan(self._ledger, rows, start, cur, stop, settling=rows)
             growing.apply(self._core, plan, out, after)
         except AllocError as refusal:
             self._count(refusal)
@@ -195,7 +196,9 @@ class KVAllocator(Holdings):
             rows, start, cur = self._ledger.holding(x)
             stop = start + _operand(tokens, rows.size, "tokens")
             self._core.settle()
-            plan = Plan(self._ledger, rows, start, cur, stop, settling=rows, decoding=rows)
+            plan = self._make_plan(
+                self._ledger, rows, start, cur, stop, settling=rows, decoding=rows
+            )
             growing.apply(self._core, plan, out, after)
         except AllocError as refusal:
             self._count(refusal)
@@ -231,7 +234,7 @@ class KVAllocator(Holdings):
             writer = None
             if rows.size >= self._rounds_from(rounding) and out is None:
                 writer = growing.round_on_device(self._core, rows, start, cur, tokens, after)
-            plan = Plan(self._ledger, rows, start, cur, start + tokens)
+            plan = self._make_plan(self._ledger, rows, start, cur, start + tokens)
             growing.apply(self._core, plan, out, after, writer)
         except AllocError as refusal:
             self._count(refusal)
@@ -274,7 +277,7 @@ class KVAllocator(Holdings):
                 parts.append((rows, self._extend_stop(rows, start, amount)))
             else:
                 parts.append((rows, start + counts(amount, rows.size, name)))
-        plan = mixed_plan(self._ledger, *parts)
+        plan = mixed_plan(self._make_plan, self._ledger, *parts)
         plan.fits = plan.num_new_pages <= self.available(counting_cache=True)
         return plan
 
@@ -385,6 +388,15 @@ class KVAllocator(Holdings):
     # -- asking ----------------------------------------------------------------------------
 
     # -- inside ----------------------------------------------------------------------------
+
+    def _listen(self, pool: PagePool) -> None:
+        """Let a tool see verbs, plans, staging and launches, and sample the counters."""
+        device = self._core.device
+        sample = ranges.level_sampler(lambda: pool.free, lambda: device.staging)
+        ranges.instrument(self, {verb: verb for verb in _RANGED}, after=sample)
+        ranges.instrument(self, {"_make_plan": "plan"})
+        ranges.instrument(device, {"write": "write"}, payload=ranges.step_payload)
+        ranges.instrument(device, device.ranged)
 
     def _apply_through(self, plan: Plan, writer: Writer) -> None:
         """`apply`, with the table written by ``writer``."""

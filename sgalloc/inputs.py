@@ -261,13 +261,22 @@ def _has_dimensions(item: Any) -> bool:
 
 def _nested(value: Sequence[Any], name: str) -> Int64:
     """Refuses a list of sequences, unless they are empty."""
-    try:
-        array = np.asarray(value)
-    except Exception:  # their lengths differ
-        raise _not_integers(value, name) from None
-    if array.size:
-        raise _not_flat(array.shape, name)
-    return np.empty(array.shape, np.int64)
+    shape = _shape(value)
+    if shape is None:
+        raise _not_integers(value, name)
+    if 0 not in shape:
+        raise _not_flat(shape, name)
+    return np.empty(shape, np.int64)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """The shape of nested sequences, whose numbers are not read; None where lengths differ."""
+    if not isinstance(value, (list, tuple)):
+        return tuple(getattr(value, "shape", ()))
+    shapes = set(map(_shape, value))
+    if len(shapes) > 1 or None in shapes:
+        return None
+    return (len(value), *next(iter(shapes), ()))
 
 
 def _as_numpy(value: Any, name: str) -> NDArray[Any]:

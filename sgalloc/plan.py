@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,12 +187,15 @@ class Plan:
 
 
 def mixed_plan(
+    make: Callable[..., Plan],
     ledger: Ledger,
     extend: tuple[Int64, Int64] | None,
     decode: tuple[Int64, Int64] | None,
     reserve: tuple[Int64, Int64] | None,
 ) -> Plan:
     """One plan over any mix of the three kinds, each a pair (rows, tokens to cover).
+
+    ``make`` is `Plan`, or `Plan` behind a range.
 
     Raises:
         ValueError: a request stands in two kinds.
@@ -206,7 +210,7 @@ def mixed_plan(
             f"row {rows[twice]} stands in two parts of one plan: name each request once"
         )
     settling = rows.size - (reserve[0].size if reserve is not None else 0)
-    return Plan(
+    return make(
         ledger,
         rows,
         ledger.committed.take(rows),

@@ -49,6 +49,7 @@ def assert_refused(
     error: type[Exception] | tuple[type[Exception], ...],
     naming: str | None,
     w: World | None = None,
+    remedy: str = r"\b(must|takes)\b|: \w",
 ) -> None:
     """The call is refused in one line that names the value and a remedy; nothing changed."""
     w = world() if w is None else w
@@ -59,7 +60,7 @@ def assert_refused(
     assert message and "\n" not in message
     if naming is not None:
         assert naming in message, message
-    assert re.search(r"\b(must|takes|outside)\b|: \w", message), f"no remedy in {message!r}"
+    assert re.search(remedy, message), f"no remedy in {message!r}"
     assert fingerprint(w.alloc) == before
     assert w.alloc.fits(w.plan)
     w.alloc.apply(w.plan)  # made before, and as good as it was

@@ -59,17 +59,14 @@ def test_warp_operations_are_those_of_the_manual(cpu: Emulator) -> None:
     assert (votes.data == words.repeat(32, axis=0).ravel()).all()
 
 
-def test_bits_are_counted_and_64_bits_compared_whole(cpu: Emulator) -> None:
-    words = np.array([0, 1, 2**31, 2**32 - 1, 0xA5A5A5A5], np.uint32)
-    # The lower halves of these are in the other order.
-    a = np.array([0, 2**40, -(2**40), 2**33 + 1, -1], np.int64)
-    b = np.array([1, 7, 7, 2**34, -(2**32)], np.int64)
-    bits, least, most = ints(5), ints(5, np.int64), ints(5, np.int64)
-    arguments = [Buffer(words), Buffer(a), Buffer(b), bits, least, most]
-    cpu.launch("count_and_compare", 1, 5, arguments)
-    assert bits.data.tolist() == [int(word).bit_count() for word in words]
-    assert (least.data == np.minimum(a, b)).all()
-    assert (most.data == np.maximum(a, b)).all()
+@pytest.mark.parametrize("seed", range(4))
+def test_a_barrier_counts_the_threads_of_its_block(cpu: Emulator, seed: int) -> None:
+    asked = np.array([[0, 1, 2, 0, 7, -1, 2**31 - 1, 2] * 5, [0] * 40, [2] * 40], np.int32)
+    counts = ints(120)
+    arguments = [Buffer(asked), counts]
+    cpu.launch("count_by_barrier", 3, 40, arguments, seed=seed, resident=2)
+    wanted = 1000 * (asked != 0).sum(axis=1) + (asked == 2).sum(axis=1)
+    assert counts.data.tolist() == wanted.repeat(40).tolist()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -100,6 +97,7 @@ def test_shared_memory_is_poisoned_before_each_block(cpu: Emulator) -> None:
     [
         ("some_return_early", 30, [], "divergence: .*10 threads have returned, 20 threads wait"),
         ("barriers_in_branches", 32, [], "divergence: .*5 threads wait.*27 threads wait"),
+        ("count_and_barrier", 32, [ints(1)], "divergence: .*5 threads wait at __syncthreads_count"),
         ("lanes_diverge", 32, [ints(32)], "divergence: .*16 threads wait at __shfl_up_sync"),
         ("mask_of_half", 32, [ints(32)], "mask 0xffff is not that of a whole warp"),
         ("mask_of_half", 33, [ints(33)], "(mask|last warp of 33 threads is not whole)"),
@@ -221,6 +219,9 @@ def test_a_16_byte_store_is_checked_without_ubsan_too(racing: Emulator) -> None:
 
 def test_tsan_knows_a_race_within_a_block_from_a_barrier(racing: Emulator) -> None:
     wanted: NDArray[Any] = 10 * np.arange(200).reshape(2, 100)[:, ::-1]
+    asked, counts = Buffer(np.full(200, 2, np.int32)), ints(200)
+    racing.launch("count_by_barrier", 2, 100, [asked, counts], resident=2, seed=2)
+    assert (counts.data == 100_100).all()
     out = ints(200)
     racing.launch("reverse_by_barrier", 2, 100, [out], resident=2, seed=2)
     assert (out.data.reshape(2, 100) == wanted).all()

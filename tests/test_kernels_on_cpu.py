@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_on_cpu.emulator import Buffer, Emulator, kernels
-from cuda_on_cpu.launches import Export, assign, export, watermarks
+from cuda_on_cpu.emulator import CUDA, Buffer, Emulator, kernels
+from cuda_on_cpu.launches import (
+    Export,
+    assign,
+    assign_mapped,
+    export,
+    mapped_grid,
+    watermarks,
+)
+from cuda_on_cpu.steps import FIXED_PAGES
 from cuda_on_cpu.tables import (
     PAGE_SIZES,
     Growth,
@@ -18,7 +28,8 @@ from cuda_on_cpu.tables import (
     some_width,
 )
 
-from sgalloc.device.kernels import Geometry
+import sgalloc
+from sgalloc.device.kernels import THREADS, Geometry
 
 each_page_size = pytest.mark.parametrize("size", PAGE_SIZES)
 # Behind so many rows of a thousand slots, entries lie past 2**32.
@@ -53,6 +64,7 @@ def test_assign_pages_writes_the_row_law_and_nothing_else(
             rng,
             runs=runs,
             wide=bool(rng.integers(2)),
+            idle=bool(rng.integers(2)),
             tile=int(rng.choice([1, 2, 7, 64, 1000, 1024])),
             **some_launch(rng),
         )
@@ -62,10 +74,85 @@ def test_assign_pages_writes_the_row_law_and_nothing_else(
 def test_a_step_may_fill_its_last_tile_or_not(cpu: Emulator, tile: int) -> None:
     rng = np.random.default_rng(tile)
     for pages in {tile - 1, tile, tile + 1, 2 * tile, 3 * tile + 1}:
-        for size, runs in ((1, True), (4, False)):
+        for size, runs in ((1, True), (4, False), (3, True)):
             table = Table(2, pages * size + size, size)
             growths = [Growth(1, 1, pages, size - 1, pages)]
             assign(cpu, table, growths, rng, runs=runs, tile=tile, **some_launch(rng))
+
+
+@each_page_size
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
+def test_assign_mapped_writes_the_row_law_and_nothing_else(
+    cpu: Emulator, size: int, captured: bool
+) -> None:
+    rng = np.random.default_rng([size, captured, 1])
+    for _ in range(8):
+        rows, row_pages = int(rng.integers(1, 30)), int(rng.integers(1, 12))
+        table = Table(
+            rows,
+            some_width(rng, size, row_pages),
+            size,
+            with_pages=bool(rng.integers(2)),
+            lead=int(rng.choice([0, 0, 16, 4])),
+        )
+        growths = some_growths(rng, rows, table.row_pages, size, even=True)
+        tile = int(rng.choice([4, 5, 31, 32, 96, 100, 255, 256]))
+        how = some_launch(rng, mapped_grid(sum(g.new for g in growths), tile, captured))
+        assign_mapped(
+            cpu,
+            table,
+            growths,
+            rng,
+            tile=tile,
+            captured=captured,
+            threads=int(rng.choice([-(-tile // 32) * 32, 256])),
+            **{name: how[name] for name in ("order", "resident", "seed")},
+        )
+
+
+@pytest.mark.parametrize("tile", [4, 7, 32, 33, 64, 96, 128, 250, 256])
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
+def test_a_mapped_step_may_have_any_number_of_pages(
+    cpu: Emulator, tile: int, captured: bool
+) -> None:
+    rng = np.random.default_rng([tile, captured])
+    counts = {0, 1, tile - 1, tile, tile + 1, 3 * tile + 2, 960, 1000, 1023, 1024}
+    for n, pages in enumerate(sorted(counts)):
+        size = (1, 4, 3)[n % 3]
+        cuts = [0, *np.sort(rng.integers(0, pages + 1, 2)).tolist(), pages]
+        counts_of_rows = zip((2, 0, 1), np.diff(cuts).tolist(), strict=True)
+        growths = [Growth(row, 2, new) for row, new in counts_of_rows]
+        grid = mapped_grid(pages, tile, captured)
+        assign_mapped(
+            cpu,
+            Table(3, (pages + 3) * size, size, with_pages=bool(n % 2)),
+            growths,
+            rng,
+            tile=tile,
+            captured=captured,
+            threads=256 if grid < 40 else 32 * -(-tile // 32),
+            order=rng.permutation(grid).tolist(),
+            resident=min(3, grid),
+            seed=n,
+        )
+
+
+@pytest.mark.parametrize("size", [1, 12, 16, 64, 1000])
+def test_a_small_step_with_a_gather(cpu: Emulator, size: int) -> None:
+    """A decode step: each request asks for as many slots, of its old pages or of a new one."""
+    rng = np.random.default_rng(size)
+    tile = Geometry(0, 0, 3 * size, size, sms=132).mapped_tile
+    for requests, asked, wide in ((FIXED_PAGES, 1, False), (200, 3, True), (1, 2, False)):
+        for share in (1.0, 0.4, 0.0):
+            growing = rng.random(requests) < share
+            growths = [
+                Growth(row, 3, int(new), 3 * size - (1 if new else asked), asked)
+                for row, new in zip(rng.permutation(requests).tolist(), growing, strict=True)
+                if size >= asked
+            ]
+            table = Table(requests, 4 * size, size)
+            how = {"wide": wide, "tile": tile, "threads": 256, "seed": requests}
+            assign(cpu, table, growths, rng, small=True, **how)
 
 
 @pytest.mark.parametrize("runs", [False, True], ids=["places", "runs"])
@@ -101,17 +188,55 @@ def test_a_gather_needs_no_new_page(cpu: Emulator, wide: bool, even: bool) -> No
         assign(cpu, table, growths, rng, wide=wide, **some_launch(rng))
 
 
+ASKED = [
+    *([n] for n in range(10)),
+    [0, 0, 3, 0, 1, 0, 0, 5, 6, 0],
+    [0, 4, 0],
+    [1, 0, 0, 0, 0, 0, 1],
+    [0, 0, 0],
+    [4, 4, 0, 0, 4, 4],
+    [3, 0, 0, 1, 8, 0, 1, 1, 1, 1, 0],
+    [126, 0, 2, 0, 0, 130, 0, 1],
+    [0, 513, 0, 0, 258],
+    [1] * 9,
+    [2] * 131,
+    [3] * 7,
+    [4] * 5,
+    [5] * 103,
+    [300] * 3,
+]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: f"{len(asked)}-ask-{sum(asked)}")
+def test_a_gather_meets_the_boundaries_of_requests(cpu: Emulator, asked: list[int]) -> None:
+    """Requests that ask for nothing, and are told of or not, are first, last, and between."""
+    rng = np.random.default_rng(asked)
+    for size, threads in ((1, 32), (3, 64), (16, 32)):
+        growths = []
+        for row, slots in enumerate(asked):
+            start = int(rng.integers(2 * size))
+            pages = -(-(start + slots) // size)
+            new = int(rng.integers(pages + 1)) * (row % 3 > 0)
+            growths.append(Growth(row, pages - new, new, start, slots))
+        row_pages = max(g.old + g.new for g in growths) + 1
+        for idle in (False, True):
+            table = Table(len(asked), row_pages * size, size)
+            how = {"grid": 1 + size % 2, "threads": threads, "wide": idle, "idle": idle}
+            assign(cpu, table, growths, rng, seed=size, **how)
+
+
 def test_nothing_to_do_changes_nothing(cpu: Emulator) -> None:
     rng = np.random.default_rng(0)
     for runs in (False, True):
-        assign(cpu, Table(3, 20, 4), [], rng, runs=runs)
-        assign(cpu, Table(3, 20, 4), [Growth(1, 2, 0)], rng, runs=runs)
+        for idle in (False, True):
+            assign(cpu, Table(3, 20, 4), [], rng, runs=runs, idle=idle)
+            assign(cpu, Table(3, 20, 4), [Growth(1, 2, 0)], rng, runs=runs, idle=idle)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 24])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole-rows", "cut-rows"])
 def test_rows_behind_two_to_the_32_entries(cpu: Emulator, size: int, whole: bool) -> None:
-    """All three kernels, on the last rows of a table whose others are not there."""
+    """All these kernels, on the last rows of a table whose others are not there."""
     rng = np.random.default_rng([size, whole])
     width = 1008 + (0 if whole else 4 if size == 24 else 1 - size % 2)
     if size == 1:
@@ -122,6 +247,9 @@ def test_rows_behind_two_to_the_32_entries(cpu: Emulator, size: int, whole: bool
     growths = [Growth(4, 3, 5, 2 * size, 4 * size), Growth(0, 0, 2, 1, size)]
     for runs in (False, True):
         assign(cpu, table, growths, rng, runs=runs)
+    table = Table(5, width, size, **far)
+    growths = [Growth(4, 3, 5, 2 * size, size), Growth(0, 0, 2, 1, size)]
+    assign_mapped(cpu, table, growths, rng, tile=4, captured=False)
     table = Table(5, width, size, **far)
     committed = np.array([0, 3 * size, 7], np.int32)
     allocated = -(-committed // size) * size
@@ -156,7 +284,7 @@ def test_entries_are_computed_in_64_bits(cpu: Emulator) -> None:
 
 def test_insertion_is_behind_equals(cpu: Emulator) -> None:
     rng = np.random.default_rng(4)
-    for count in (0, 1, 2, 3, 100):
+    for count in (0, 1, 2, 3, 100, 1024, 5000):
         offsets = np.sort(rng.integers(-5, 40, count)).astype(np.int32)
         values = np.arange(-7, 44, dtype=np.int32)
         for first, last in {(0, count), (count // 3, count), (0, count // 2)}:
@@ -179,6 +307,8 @@ def test_the_last_slots_of_the_widest_row(cpu: Emulator, size: int, rest: int) -
         table = Table(1, extent + rest, size, **there)
         growths = [Growth(0, pages - 2, 2, extent - 3 * size, 3 * size)]
         assign(cpu, table, growths, rng, runs=runs)
+    table = Table(1, extent + rest, size, **there)
+    assign_mapped(cpu, table, growths, rng, tile=4, captured=True, threads=32)
     # Requests that hold all they can: the marks round up past 2**31, and nothing is to be done.
     full = np.array([extent, extent - 1, extent - size + 1], np.int32)
     rows, allocated = np.zeros(3, np.int32), np.full(3, extent, np.int32)
@@ -222,3 +352,19 @@ def test_the_host_tells_the_kernels_which_stores_are_aligned(address: int) -> No
             geometry = Geometry(address, 0, width, size, sms=132)
             assert geometry.arguments[-1] == quad_shift(size, width, address)
             assert 1 <= geometry.tile <= 1024
+            assert 1 <= geometry.mapped_tile <= THREADS
+
+
+@pytest.mark.parametrize("sms", [1, 20, 132, 148])
+def test_the_host_asks_for_tiles_that_the_scan_takes(sms: int) -> None:
+    geometry = Geometry(0, 0, 64, 16, sms)
+    for requests in (1, 2, 63, 64, 65, 5000, 40_000, 10**6, 2**31 - 1):
+        assert 1 <= geometry.tile_requests(requests) <= 1024
+
+
+def test_the_host_and_the_kernel_agree_on_the_fixed_places() -> None:
+    layout = Path(sgalloc.__file__).parent / "device" / "layout.py"
+    host = re.findall(r"^SMALL_\w+ = (\d+)$", layout.read_text(encoding="utf-8"), re.MULTILINE)
+    assert host == [str(FIXED_PAGES)] * 2
+    kernel = (CUDA / "assign_pages.cu").read_text(encoding="utf-8")
+    assert f"constexpr i32 kFixedPages = {FIXED_PAGES};" in kernel

@@ -13,6 +13,7 @@ from refusal_world import PS, World, assert_refused, world
 import sgalloc
 
 BEYOND = 1 << 63
+SAYS_WHAT_TO_PASS = r"[:,] pass \w"
 
 
 # -- numbers -----------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ BAD_NUMBERS: dict[str, tuple[Any, type[Exception], str]] = {
     "negative int8": (np.array([12, -4], np.int8), ValueError, "-4"),
     "near the end of int64": (np.array([12, 2**63 - 1]), ValueError, str(2**63 - 1)),
     "huge uint64": (np.array([12, 2**64 - 1], np.uint64), ValueError, str(2**64 - 1)),
-    "device array": (OnDevice(), TypeError, "OnDevice"),
+    "device array": (OnDevice(), TypeError, "lives on a device (host_support.OnDevice)"),
 }
 
 
@@ -81,7 +82,7 @@ BAD_NUMBERS: dict[str, tuple[Any, type[Exception], str]] = {
 @pytest.mark.parametrize("kind", BAD_NUMBERS)
 def test_bad_number(verb: str, kind: str) -> None:
     value, error, naming = BAD_NUMBERS[kind]
-    assert_refused(lambda w: NUMBER_VERBS[verb](w, value), error, naming)
+    assert_refused(lambda w: NUMBER_VERBS[verb](w, value), error, naming, remedy=SAYS_WHAT_TO_PASS)
 
 
 @pytest.mark.parametrize("verb", NUMBER_VERBS)
@@ -93,7 +94,9 @@ def test_bad_torch_numbers(verb: str, kind: str) -> None:
         "bool": lambda: torch.tensor([True, True]),
         "gradient": lambda: torch.ones(2, requires_grad=True),
     }[kind]()
-    assert_refused(lambda w: NUMBER_VERBS[verb](w, value), TypeError, None)
+    assert_refused(
+        lambda w: NUMBER_VERBS[verb](w, value), TypeError, None, remedy=SAYS_WHAT_TO_PASS
+    )
 
 
 class Aloof:
@@ -106,7 +109,8 @@ class Aloof:
 
 @pytest.mark.parametrize("verb", NUMBER_VERBS)
 def test_a_device_array_that_does_not_answer(verb: str) -> None:
-    assert_refused(lambda w: NUMBER_VERBS[verb](w, Aloof()), TypeError, "Aloof")
+    naming = "lives on a device (test_refusals.Aloof)"
+    assert_refused(lambda w: NUMBER_VERBS[verb](w, Aloof()), TypeError, naming)
 
 
 ONE_NUMBER: dict[str, Callable[[World, Any], Any]] = {
@@ -125,7 +129,7 @@ def test_bad_single_number(verb: str, kind: str) -> None:
         return  # the default
     if isinstance(value, (list, np.ndarray, OnDevice)):
         error, naming = TypeError, ""  # whatever is wrong with its numbers, there is but one
-    assert_refused(lambda w: ONE_NUMBER[verb](w, value), error, naming)
+    assert_refused(lambda w: ONE_NUMBER[verb](w, value), error, naming, remedy=SAYS_WHAT_TO_PASS)
 
 
 ANY_LENGTH = [kind for kind in BAD_NUMBERS if kind not in ("too few", "too many", "none")]
@@ -134,7 +138,7 @@ ANY_LENGTH = [kind for kind in BAD_NUMBERS if kind not in ("too few", "too many"
 @pytest.mark.parametrize("kind", ANY_LENGTH)
 def test_bad_lengths_for_fits(kind: str) -> None:
     value, error, naming = BAD_NUMBERS[kind]
-    assert_refused(lambda w: w.alloc.fits(value), error, naming)
+    assert_refused(lambda w: w.alloc.fits(value), error, naming, remedy=SAYS_WHAT_TO_PASS)
 
 
 # -- handles -----------------------------------------------------------------------------------
@@ -187,7 +191,7 @@ BAD_HANDLES: dict[str, tuple[Callable[[World], Any], type[Exception], str]] = {
     "good and None": (lambda w: [int(w.h[0]), None], TypeError, "None"),
     "set": (lambda w: set(w.h.tolist()), TypeError, "{"),
     "nested": (lambda w: [w.h.tolist()], ValueError, "(1, 2)"),
-    "device array": (lambda w: OnDevice(), TypeError, "OnDevice"),
+    "device array": (lambda w: OnDevice(), TypeError, "on a device (host_support.OnDevice)"),
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgalloc import sizing
+from sgalloc import inputs, sizing
 from sgalloc.sizing import (
     SpecConfig,
     alloc_len_per_decode,
@@ -326,14 +326,24 @@ def test_docstring_examples() -> None:
     assert result.attempted >= 10
 
 
-def test_sizing_needs_numpy_alone() -> None:
-    tree = ast.parse(Path(sizing.__file__).read_text(encoding="utf-8"))
-    roots = set()
-    for node in ast.walk(tree):
+def modules_named_in(source: str) -> set[str]:
+    """The modules that a file imports, wherever the import stands."""
+    named = set()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            roots |= {alias.name.split(".")[0] for alias in node.names}
+            named |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            roots.add(str(node.module).split(".")[0])
+            named.add(str(node.module))
+    return named
+
+
+def test_sizing_needs_numpy_alone() -> None:
+    of_sizing, of_inputs = (
+        modules_named_in(Path(module.__file__).read_text(encoding="utf-8"))
+        for module in (sizing, inputs)
+    )
+    assert {name for name in of_sizing if name.startswith("sgalloc")} == {"sgalloc.inputs"}
+    roots = {name.split(".")[0] for name in (of_sizing - {"sgalloc.inputs"}) | of_inputs}
     third_party = roots - {"__future__", "collections", "contextlib", "dataclasses", "typing"}
     assert third_party == {"numpy"}

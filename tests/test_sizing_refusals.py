@@ -204,8 +204,9 @@ def test_numbers_out_of_range(
 
 
 def test_the_largest_numbers_pass() -> None:
-    """Their bitwise or is past the limit though none of them is."""
+    """Alone and beside small ones, at the first place and at a later one."""
     assert ceil_align([2**60, 1], 2).tolist() == [2**60, 2]
+    assert ceil_align([1, 2**60], 2).tolist() == [2, 2**60]
     assert watermarks([2**60, 3], [2**60, 1], 2**60, 2**60)[1].tolist() == [2**61, 2**61]
 
 
@@ -219,7 +220,7 @@ def test_device_arrays_are_never_copied(name: str, call: Callable[[Any], Any]) -
 def test_device_numbers_inside_lists_and_requests_are_never_copied() -> None:
     objects = np.empty(1, object)
     objects[0] = DeviceArray()
-    for value in ([DeviceArray(), 1], objects):
+    for value in ([DeviceArray(), 1], [1, ShyDeviceArray()], [[DeviceArray(), 1]], objects):
         refused(TypeError, "committed", lambda v: watermarks(v, [1, 1], 1, 16), value)
     refused(TypeError, "kv_allocated_len", engine_lens, [request(1, DeviceArray())])
 
@@ -262,8 +263,7 @@ def test_lengths_that_do_not_match(call: Callable[[], Any], counts: tuple[str, s
 @pytest.mark.parametrize("value", [[[1, 2]], np.ones((2, 1), int), np.zeros((0, 2))], ids=repr)
 @pytest.mark.parametrize(("name", "call"), PER_REQUEST[3:])
 def test_more_than_one_dimension(name: str, call: Callable[[Any], Any], value: Any) -> None:
-    kind = TypeError if isinstance(value, list) else ValueError
-    refused(kind, name, call, value)
+    refused(ValueError, name, call, value, f"shape {np.shape(value)}")
 
 
 def test_a_length_below_its_prefix() -> None:

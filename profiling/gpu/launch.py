@@ -25,6 +25,8 @@ IN_A_ROW, ON_IDLE = "in a row", "on an idle GPU"
 BARE = "graph launch"
 WRITE = "device.write, {} pages"
 FEW, MORE, MANY = 10, 256, 4096
+FULL = Effort(0.5, least=50, most=2000, warm_up=20, block=5)
+QUICK = Effort(0.1, least=50, most=2000, warm_up=20, block=5)
 _HOST_TO_DEVICE = 1
 _NOTHING = 'extern "C" __global__ void nothing() {}'
 _TAKES = """
@@ -33,7 +35,7 @@ extern "C" __global__ void takes(int* slots, int* pages, long long width, int ro
 """
 
 
-def measure(quick: bool, gpu: Gpu, device: str = "cuda") -> common.Outcome:
+def measure(short: Effort, gpu: Gpu, device: str = "cuda") -> common.Outcome:
     """Every call some times in a row, and those that use the GPU also on an idle one."""
     alloc = sgalloc.KVAllocator(2 * MANY, 64, MANY, 128, device=device)
     alloc.warm(2 * MANY)
@@ -47,7 +49,6 @@ def measure(quick: bool, gpu: Gpu, device: str = "cuda") -> common.Outcome:
         return Segments(rows, first, first + 1, count, alloc._ledger.per_row), ids[:count]
 
     launched = calls_to_cuda(gpu) | writes(alloc, part)
-    short = Effort(0.1 if quick else 0.5, least=50, most=2000, warm_up=20, block=5)
     records: list[Record] = []
     for name, call in (launched | host_calls(alloc, gpu, part)).items():
 
@@ -217,7 +218,7 @@ def tables(found: Found) -> list[Table]:
 @common.options
 def main(out: Path | None, quick: bool) -> None:
     """Time launches, events, copies and staging: about 40 seconds."""
-    common.run("launch", out, quick, lambda: measure(quick, Gpu()), tables)
+    common.run("launch", out, quick, lambda: measure(QUICK if quick else FULL, Gpu()), tables)
 
 
 if __name__ == "__main__":

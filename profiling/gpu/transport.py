@@ -305,8 +305,8 @@ def within(
             took = round(runtime.eventElapsedTime(start, stop) * 1e6)
             if turn:
                 lasted[name].append(took)
-            late = enqueued > 0.95 * took and took < 1.5 * min(lasted[ALONE])
-            if turn == again and name != ALONE and late:
+            late = enqueued > 0.95 * took and name != ALONE
+            if turn == again and late and took < 1.5 * min(lasted[ALONE]):
                 notes.append(
                     f"{name} of {size(count)} on the stream of the {forward.name} forward: the "
                     "host was no faster than the GPU, so that what the forward loses reads high"

@@ -36,6 +36,8 @@ class Device(Writer, Protocol):
     """What the allocator asks of a device. Tables are written, and never read to decide."""
 
     name: str
+    ranged: dict[str, str]
+    """Methods that a profiler sees, with the names of their ranges."""
     rounds_from: int
     """Requests from which the device rounds watermarks sooner than the host."""
 

@@ -28,6 +28,7 @@ class CpuDevice:
     def __init__(
         self, max_requests: int, row_width: int, page_size: int, page_table: bool = False
     ) -> None:
+        self.ranged: dict[str, str] = {}
         rows = max_requests + 1
         self._row_width = row_width
         self._row_pages = row_width // page_size

@@ -68,6 +68,17 @@ class CudaDevice:
     ) -> None:
         self.name = f"cuda:{index}"
         self.rounds_from = ROUNDS_FROM
+        self.ranged = {
+            "_fill_pages": "stage",
+            "_fill_small": "stage",
+            "_fill": "stage",
+            "_graph_launch": "launch",
+            "_launch_small": "launch",
+            "_launch_step": "launch",
+            "write_watermarks": "launch",
+        }
+        self._fill_pages, self._fill_small, self._fill = fill_pages, fill_small, fill
+        self._graph_launch = runtime.graphLaunch
         self.index = index
         self._max_requests = max_requests
         self._page_size = page_size
@@ -203,9 +214,9 @@ class CudaDevice:
     def _write_small(self, pages: Segments, ids: Int32, stream: int) -> Ready:
         """The step of a decode loop: pages alone, few enough to be read from mapped memory."""
         slot = self._small.take()  # type: ignore[union-attr]
-        fill_pages(slot, pages, ids)
+        self._fill_pages(slot, pages, ids)
         if slot.graphs:
-            runtime.graphLaunch(slot.graphs[0].graphExec, stream)
+            self._graph_launch(slot.graphs[0].graphExec, stream)
             self.launches += 1
         else:
             self._launch_small(slot.ptr, pages.total, 0, stream)
@@ -236,11 +247,11 @@ class CudaDevice:
             slot = self._spare.take(0) if quiet else self._small.take()
             if gather is None:
                 assert pages is not None and ids is not None
-                fill_pages(slot, pages, ids)
+                self._fill_pages(slot, pages, ids)
             else:
-                fill_small(slot, pages, ids, gather, uniform)
+                self._fill_small(slot, pages, ids, gather, uniform)
             if slot.graphs and not quiet:
-                runtime.graphLaunch(slot.graphs[gather is not None].graphExec, stream)
+                self._graph_launch(slot.graphs[gather is not None].graphExec, stream)
                 self.launches += 1
             else:
                 self._launch_small(slot.ptr, total, slots, stream)
@@ -249,13 +260,13 @@ class CudaDevice:
         size = HEADER_BYTES + 12 * runs + 4 * total + 20 * asked + 64
         if quiet:
             slot = self._spare.take(size)
-            fill(slot, pages, ids, gather, uniform, self.row_pages)
+            self._fill(slot, pages, ids, gather, uniform, self.row_pages)
             self._launch_step(slot.ptr, total, slots, stream)
             return slot
         if size > self._large_bytes:
             self._grow_large(size)
         slot = self._large.take()
-        used = fill(slot, pages, ids, gather, uniform, self.row_pages)
+        used = self._fill(slot, pages, ids, gather, uniform, self.row_pages)
         runtime.memcpyAsync(slot.target, slot.ptr, used, _HOST_TO_DEVICE, stream)
         self.copies += 1
         self._launch_step(slot.target, total, slots, stream)

@@ -134,10 +134,17 @@ struct Block {
     }
 
     void release_barrier() {
-        for (unsigned t = 1; t < threads; ++t)
-            if (fibers[t]->line != fibers[0]->line) fail("divergence: %s", situation().c_str());
+        unsigned count = 0;
+        for (unsigned t = 0; t < threads; ++t) {
+            if (fibers[t]->line != fibers[0]->line || fibers[t]->event != fibers[0]->event)
+                fail("divergence: %s", situation().c_str());
+            count += fibers[t]->value;
+        }
         waiting = 0;
-        for (unsigned t = 0; t < threads; ++t) make_ready(*fibers[t]);
+        for (unsigned t = 0; t < threads; ++t) {
+            fibers[t]->value = count;
+            make_ready(*fibers[t]);
+        }
     }
 
     void release_warp(unsigned warp) {
@@ -171,8 +178,8 @@ struct Block {
 
     // How many threads are where, for a message.
     std::string situation() const {
-        static const char* const names[] = {"__syncthreads", "__shfl_up_sync", "__shfl_xor_sync",
-                                            "__ballot_sync"};
+        static const char* const names[] = {"__syncthreads", "__syncthreads_count", "__shfl_up_sync",
+                                            "__shfl_xor_sync", "__ballot_sync"};
         std::vector<std::pair<std::string, unsigned>> counts;
         for (unsigned t = 0; t < threads; ++t) {
             const Fiber& fiber = *fibers[t];
@@ -287,16 +294,24 @@ void fail(const char* format, ...) {
     _exit(3);
 }
 
-void wait_for_block(int line) {
+static unsigned wait_at(Event event, unsigned value, int line) {
     Fiber& fiber = *processor->running;
     char* token = &fiber.block->barrier_tokens[fiber.barriers++ % 2];
     fiber.state = State::at_barrier;
-    fiber.event = barrier;
+    fiber.event = event;
+    fiber.value = value;
     fiber.line = line;
     fiber.loaded = nullptr;
     release(token);
     leave(fiber);
     acquire(token);
+    return fiber.value;
+}
+
+void wait_for_block(int line) { wait_at(barrier, 0, line); }
+
+unsigned count_in_block(bool predicate, int line) {
+    return wait_at(counting_barrier, predicate, line);
 }
 
 unsigned wait_for_warp(Event event, unsigned mask, unsigned value, unsigned argument, int line) {

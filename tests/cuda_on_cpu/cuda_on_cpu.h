@@ -29,12 +29,13 @@ struct Place {
     uint3 thread, block, block_size, grid_size;
 };
 
-enum Event { barrier, shuffle_up, shuffle_xor, ballot };
+enum Event { barrier, counting_barrier, shuffle_up, shuffle_xor, ballot };
 
 extern __thread const Place* here;
 
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 void wait_for_block(int line);
+unsigned count_in_block(bool predicate, int line);
 unsigned wait_for_warp(Event, unsigned mask, unsigned value, unsigned argument, int line);
 void about_to_load(const void* word);  // others may run: the loop around it may wait for them
 void about_to_change();                // others may run
@@ -116,18 +117,19 @@ static inline int4 make_int4(int x, int y, int z, int w) { return int4(x, y, z, 
 
 static inline int min(int a, int b) { return b < a ? b : a; }
 static inline int max(int a, int b) { return a < b ? b : a; }
-static inline long long min(long long a, long long b) { return b < a ? b : a; }
-static inline long long max(long long a, long long b) { return a < b ? b : a; }
 // Other types would be narrowed here without a word, where a GPU takes the wider type.
 template <typename A, typename B>
 void min(A, B) = delete;
 template <typename A, typename B>
 void max(A, B) = delete;
 static inline int __ffs(int word) { return __builtin_ffs(word); }
-static inline int __popc(unsigned word) { return __builtin_popcount(word); }
 
 static inline void __syncthreads(int line = __builtin_LINE()) {
     cuda_on_cpu::wait_for_block(line);
+}
+
+static inline int __syncthreads_count(int predicate, int line = __builtin_LINE()) {
+    return static_cast<int>(cuda_on_cpu::count_in_block(predicate != 0, line));
 }
 
 static inline int __shfl_up_sync(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from cuda_on_cpu.emulator import Buffer, Emulator, Stats
-from cuda_on_cpu.steps import FIXED_PAGES, SERIAL_AT, mapped_step_of, step_of
+from cuda_on_cpu.steps import FIXED_PAGES, SERIAL_AT, mapped_step_of, small_step_of, step_of
 from cuda_on_cpu.tables import (
     Growth,
     Int32,
@@ -32,12 +32,19 @@ def assign(
     runs: bool = False,
     wide: bool = False,
     idle: bool = False,
+    small: bool = False,
     **how: Any,
 ) -> Stats:
-    """Launch assign_pages for `growths`, and hold the table and `out` against the row law."""
+    """Launch assign_pages for `growths`, and hold the table and `out` against the row law.
+
+    Where `small`, its step has the fixed places of one in mapped memory.
+    """
     own_old_pages(table, growths, rng)
     ids = fresh_ids(rng, sum(g.new for g in growths), table.page_size)
-    step, out = step_of(table, growths, ids, runs=runs, wide=wide, idle=idle, rng=rng)
+    if small:
+        step, out = small_step_of(table, growths, ids, wide=wide)
+    else:
+        step, out = step_of(table, growths, ids, runs=runs, wide=wide, idle=idle, rng=rng)
     slots = expect_growth(table, growths, ids)
     stats = emulator.launch(
         "assign_pages", grid, threads, [*table.arguments, np.int32(tile), step], **how
@@ -61,31 +68,18 @@ def assign_mapped(
     tile: int,
     captured: bool,
     threads: int = 256,
-    wide: bool = False,
     **how: Any,
 ) -> Stats:
-    """Launch assign_mapped for `growths`, and hold the table and `out` against the row law."""
+    """Launch assign_mapped for `growths`, and hold the table against the row law."""
     own_old_pages(table, growths, rng)
     ids = fresh_ids(rng, sum(g.new for g in growths), table.page_size)
     grid = mapped_grid(len(ids), tile, captured)
-    read = min(FIXED_PAGES, grid * tile)
-    step, out = mapped_step_of(table, growths, ids, read=read, wide=wide)
-    slots = expect_growth(table, growths, ids)
+    step = mapped_step_of(table, growths, ids, min(FIXED_PAGES, grid * tile))
+    expect_growth(table, growths, ids)
     stats = emulator.launch(
         "assign_mapped", grid, threads, [*table.arguments, np.int32(tile), step], **how
     )
     table.check()
-    np.testing.assert_array_equal(out.data, slots)
-    return stats
-
-
-def search(emulator: Emulator, offsets: Int32, values: Int32, **how: Any) -> Stats:
-    """Launch warp_insertion, a warp a value, and hold what each lane is told against NumPy."""
-    found = Buffer(np.full((len(values), 32), -1, np.int32), writable=True)
-    arguments = [Buffer(offsets), np.int32(len(offsets)), np.int32(len(values)), Buffer(values)]
-    stats = emulator.launch("probe_warp_insertion", 1, 64, [*arguments, found], **how)
-    wanted = np.searchsorted(offsets, values, side="right")
-    np.testing.assert_array_equal(found.data, np.repeat(wanted[:, None], 32, axis=1))
     return stats
 
 

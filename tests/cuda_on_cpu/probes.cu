@@ -13,12 +13,3 @@ extern "C" __global__ void probe_insertion(
     for (i32 at = blockIdx.x * blockDim.x + threadIdx.x; at < count; at += gridDim.x * blockDim.x)
         found[at] = insertion(offsets, first, last, values[at]);
 }
-
-// A warp a value; `found` has what each of its lanes was told, (values, 32).
-extern "C" __global__ void probe_warp_insertion(
-    const i32* offsets, i32 count, i32 values_count, const i32* values, i32* found) {
-    i32 lane = threadIdx.x & 31;
-    i32 warps = gridDim.x * blockDim.x / 32;
-    for (i32 at = (blockIdx.x * blockDim.x + threadIdx.x) / 32; at < values_count; at += warps)
-        found[32 * at + lane] = warp_insertion(offsets, count, values[at]);
-}

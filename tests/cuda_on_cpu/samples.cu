@@ -13,12 +13,19 @@ extern "C" __global__ void warp_operations(i32* up, i32* across, u32* votes) {
     }
 }
 
-extern "C" __global__ void count_and_compare(
-    const u32* words, const i64* a, const i64* b, i32* bits, i64* least, i64* most) {
-    i32 at = threadIdx.x;
-    bits[at] = __popc(words[at]);
-    least[at] = min(a[at], b[at]);
-    most[at] = max(a[at], b[at]);
+extern "C" __global__ void count_by_barrier(const i32* asked, i32* counts) {
+    __shared__ i32 values[256];
+    i32 at = blockIdx.x * blockDim.x + threadIdx.x;
+    values[threadIdx.x] = asked[at];
+    i32 count = __syncthreads_count(asked[at]);
+    // Orders as a barrier does: another thread's value is there.
+    i32 other = values[blockDim.x - 1 - threadIdx.x];
+    counts[at] = 1000 * count + __syncthreads_count(other == 2);
+}
+
+extern "C" __global__ void count_and_barrier(i32* out) {
+    if (threadIdx.x < 5) out[0] = __syncthreads_count(1);
+    else __syncthreads();
 }
 
 extern "C" __global__ void reverse_by_barrier(i32* out) {

@@ -105,33 +105,48 @@ def step_of(
     return Buffer(data, holes=holes, links={24: out}), out
 
 
-def mapped_step_of(
-    table: Table, growths: Sequence[Growth], ids: Int32, *, read: int, wide: bool = False
-) -> tuple[Buffer, Buffer]:
-    """The same with every array at its fixed place.
+# Where in a small slot the places, the ids, and the arrays of the gather are.
+_PLACES_AT = STEP.size
+_IDS_AT = _PLACES_AT + 8 * FIXED_PAGES
+_GATHER_AT = [_IDS_AT + 4 * FIXED_PAGES * n for n in range(1, 5)]
 
-    A kernel may read `read` places and ids before it knows how many there are; those that are
-    not there lie far outside of any table. All else that the step does not need is a hole.
+
+def mapped_step_of(table: Table, growths: Sequence[Growth], ids: Int32, read: int) -> Buffer:
+    """A step of pages alone at their fixed places, with -1 behind the last of them.
+
+    The first `read` places and ids may be read; the header and all else is a hole.
     """
-    told = tell(table, growths, ids, runs=False, wide=wide, idle=False)
-    _, _, _, row, start, offset, first_new, new_at = told.arrays
-    assert not offset.size, "a step in mapped memory gathers as many slots of each request"
+    told = tell(table, growths, ids, runs=False, wide=False, idle=False)
     data = np.zeros(FIXED_BYTES, np.uint8)
-    places = data[STEP.size :][: 8 * FIXED_PAGES].view(np.int64)
-    words = data[STEP.size + 8 * FIXED_PAGES :].view(np.int32).reshape(5, FIXED_PAGES)
-    places[:] = 2**44 + 1000 * np.arange(FIXED_PAGES)
-    words[:] = distinct(words.size).reshape(words.shape)
+    places = data[_PLACES_AT:_IDS_AT].view(np.int64)
+    places[:] = -1
     places[: len(ids)] = told.arrays[0]
-    ids_at = STEP.size + 8 * FIXED_PAGES
-    holes = [(STEP.size + 8 * read, ids_at)]
-    for n, array in enumerate((ids, row, start, first_new, new_at)):
-        words[n, : array.size] = array
-        used = read if n == 0 else array.size
-        holes.append((ids_at + 4 * (n * FIXED_PAGES + used), ids_at + 4 * (n + 1) * FIXED_PAGES))
-    fixed = [ids_at + 4 * n * FIXED_PAGES for n in range(5)]
-    # The header also says where the arrays are, but for those of other kinds of steps.
-    offsets = [STEP.size, fixed[0], 0, fixed[1], fixed[2], 0, fixed[3], fixed[4]]
+    # The ids of an earlier step may stand behind those of this one.
+    numbers = data[_IDS_AT : _GATHER_AT[0]].view(np.int32)
+    numbers[:] = distinct(FIXED_PAGES)
+    numbers[: len(ids)] = ids
+    ends = (_PLACES_AT + 8 * read, _IDS_AT + 4 * read)
+    holes = [(0, _PLACES_AT), (ends[0], _IDS_AT), (ends[1], FIXED_BYTES)]
+    return Buffer(data, holes=[hole for hole in holes if hole[0] < hole[1]])
+
+
+def small_step_of(
+    table: Table, growths: Sequence[Growth], ids: Int32, *, wide: bool
+) -> tuple[Buffer, Buffer]:
+    """A step at fixed places, with a gather of as many slots of each request."""
+    told = tell(table, growths, ids, runs=False, wide=wide, idle=False)
+    places, _, _, row, start, offset, first_new, new_at = told.arrays
+    assert not offset.size, "a small step gathers as many slots of each request"
+    data = np.zeros(FIXED_BYTES, np.uint8)
+    offsets = [_PLACES_AT, _IDS_AT, 0, *_GATHER_AT[:2], 0, *_GATHER_AT[2:]]
+    arrays = (places, ids, row, start, first_new, new_at)
+    starts = [_PLACES_AT, _IDS_AT, *_GATHER_AT, FIXED_BYTES]
+    holes = []
+    for array, begin, end in zip(arrays, starts, starts[1:], strict=False):
+        data[begin : begin + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
+        if begin + array.nbytes < end:
+            holes.append((begin + array.nbytes, end))
     head = STEP.pack(*told.head, 0, *offsets, 0, *[0] * 15)
     data[: STEP.size] = np.frombuffer(head, np.uint8)
     out = out_of(told, wide)
-    return Buffer(data, holes=[h for h in holes if h[0] < h[1]], links={24: out}), out
+    return Buffer(data, holes=holes, links={24: out}), out
