@@ -69,7 +69,7 @@ def counts(value: Any, n: int, name: str) -> int | Int64:
     """``value`` as one int for all, or an int64 array ``(n,)``; from 0 to 2**60."""
     if type(value) is int and 0 <= value <= LIMIT:
         return value
-    read, _ = token_counts(value, name)
+    read = token_counts(value, name)
     if isinstance(read, int):
         return read
     if read.ndim > 1:
@@ -79,36 +79,32 @@ def counts(value: Any, n: int, name: str) -> int | Int64:
     return read
 
 
-def token_counts(value: Any, name: str) -> tuple[int | Int64, int]:
-    """``value`` as an int, or an int64 array of its shape, from 0 to 2**60; and the largest."""
-    if type(value) is int and 0 <= value <= LIMIT:
-        return value, value
+def token_counts(value: Any, name: str) -> int | Int64:
+    """``value`` as an int, or as an int64 array of its shape; from 0 to 2**60."""
     if isinstance(value, (int, np.integer)):
-        number = whole_number(value, name, meaning="a token count")
-        return number, number
+        return whole_number(value, name, meaning="a token count")
     known = type(value) is np.ndarray and value.dtype.kind in "iu"
     array = value if known else _integers(value, name, 0, LIMIT)
     if not array.ndim:
         return token_counts(int(array), name)
     numbers = array.astype(np.int64, copy=False)
     if not numbers.size:
-        return numbers, 0
+        return numbers
     # As uint64 a negative number is the largest: one pass finds both kinds of bad value. One past
     # int64 has become negative too, so the value is looked up where it came from.
     at = int(numbers.view(np.uint64).argmax())
-    top: int = array.item(at)
-    if not 0 <= top <= LIMIT:
-        raise _out_of_range(top, f"{name}[{at}]", 0, LIMIT, "a token count")
-    return numbers, top
+    if not 0 <= array.item(at) <= LIMIT:
+        raise _out_of_range(array.item(at), f"{name}[{at}]", 0, LIMIT, "a token count")
+    return numbers
 
 
-def columns(**values: Any) -> tuple[list[Int64], list[int]]:
-    """`token_counts` of each argument as arrays ``(n,)``, and the largest number of each.
+def columns(**values: Any) -> list[Int64]:
+    """`token_counts` of each argument, as arrays ``(n,)``.
 
     One integer stands for every request; without arrays ``n`` is 1.
     """
     read = {name: token_counts(value, name) for name, value in values.items()}
-    shapes = {name: v.shape for name, (v, _) in read.items() if not isinstance(v, int)}
+    shapes = {name: v.shape for name, v in read.items() if not isinstance(v, int)}
     for name, shape in shapes.items():
         if len(shape) != 1:
             raise _not_flat(shape, name)
@@ -116,29 +112,36 @@ def columns(**values: Any) -> tuple[list[Int64], list[int]]:
         lengths = ", ".join(f"{name} has {shape[0]}" for name, shape in shapes.items())
         raise ValueError(f"lengths do not match, {lengths}: pass one number per request, or an int")
     shape = next(iter(shapes.values()), (1,))
-    arrays = [np.full(shape, v, np.int64) if isinstance(v, int) else v for v, _ in read.values()]
-    return arrays, [top for _, top in read.values()]
+    return [np.full(shape, v, np.int64) if isinstance(v, int) else v for v in read.values()]
 
 
-def request_lens(reqs: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """C and A of an engine's requests: `kv_committed_len` (of ``kv`` if there) and that of A."""
+def request_lens(reqs: Iterable[Any]) -> dict[str, list[Any]]:
+    """C and A of each of an engine's requests, as the lists that `columns` reads.
+
+    They are ``kv.kv_committed_len``, or else ``kv_committed_len``, and ``kv.kv_allocated_len``.
+    """
     if not isinstance(reqs, Iterable):
         raise TypeError(f"reqs must be a list of requests, got {shown(reqs)}: pass [request]")
     batch = list(reqs)
-    with suppress(AttributeError):
-        return [r.kv.kv_committed_len for r in batch], [r.kv.kv_allocated_len for r in batch]
-    lens = []
-    for i, request in enumerate(batch):
-        try:
-            kv = request.kv
-            owner = kv if hasattr(kv, "kv_committed_len") else request
-            lens.append((owner.kv_committed_len, kv.kv_allocated_len))
-        except AttributeError as error:
-            raise TypeError(
-                f"reqs[{i}] cannot be sized, {error}: a request needs kv.kv_allocated_len, and "
-                "kv.kv_committed_len or kv_committed_len"
-            ) from None
-    return [c for c, _ in lens], [a for _, a in lens]
+    try:
+        committed = [r.kv.kv_committed_len for r in batch]
+        allocated = [r.kv.kv_allocated_len for r in batch]
+    except AttributeError:
+        lens = [_lens_of(i, r) for i, r in enumerate(batch)]
+        committed, allocated = [c for c, _ in lens], [a for _, a in lens]
+    return {"kv_committed_len": committed, "kv_allocated_len": allocated}
+
+
+def _lens_of(index: int, request: Any) -> tuple[Any, Any]:
+    try:
+        kv = request.kv
+        owner = kv if hasattr(kv, "kv_committed_len") else request
+        return owner.kv_committed_len, kv.kv_allocated_len
+    except AttributeError as error:
+        raise TypeError(
+            f"reqs[{index}] cannot be sized, {error}: a request needs kv.kv_allocated_len, and "
+            "kv.kv_committed_len or kv_committed_len"
+        ) from None
 
 
 def token_sequences(tokens: Any, n: int, single: bool) -> list[Int64 | None]:
@@ -221,7 +224,7 @@ def _is_integer(kind: type) -> bool:
 
 
 def _integers(value: Any, name: str, low: int, high: int) -> NDArray[Any]:
-    """``value`` as an array of an integer dtype; the bounds are named where none can hold it."""
+    """``value`` as an array of an integer dtype; the bounds are named for what none can hold."""
     if type(value) is int:
         if low <= value <= high:
             return np.array(value, np.int64)
@@ -274,9 +277,8 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, (list, tuple)):
         return tuple(getattr(value, "shape", ()))
     shapes = set(map(_shape, value))
-    if len(shapes) > 1 or None in shapes:
-        return None
-    return (len(value), *next(iter(shapes), ()))
+    inner = shapes.pop() if shapes else ()
+    return None if shapes or inner is None else (len(value), *inner)
 
 
 def _as_numpy(value: Any, name: str) -> NDArray[Any]:

@@ -8,21 +8,30 @@ every request, and single integers alone for one request.
 ``page_size`` is any integer >= 1. Under decode context parallelism the page is
 ``page_size * dcp_size``: the caller passes that product. ``spec`` None means no speculation.
 
-Each raises TypeError for what is no integer on the host (floats, NaN, bools, strings, None, device
-arrays), ValueError for one out of range and for lengths that do not match, in one line that names
-the argument and the remedy.
+Errors, throughout: TypeError for what is not an integer on the host (floats, NaN, bools, strings,
+None, device arrays); ValueError for an integer out of range, for more than one number per request
+and for lengths that do not match. The message names the argument and the remedy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
 
-from sgalloc import inputs
-from sgalloc.inputs import Array, Int64, PerRequest, Scalar
+from sgalloc.inputs import (
+    Array,
+    Int64,
+    PerRequest,
+    Scalar,
+    columns,
+    request_lens,
+    shown,
+    token_counts,
+    whole_number,
+)
 
 _ALGORITHMS = ("none", "eagle", "dflash", "ngram", "uno")
 _ROW_SLACK = 4  # slots past the context length that every row keeps, reserve or not
@@ -60,17 +69,15 @@ class SpecConfig:
         """Validate every field."""
         name = self.algorithm
         if not isinstance(name, str):
-            raise TypeError(
-                f"algorithm must be a str, got {inputs.shown(name)}: use one of {_ALGORITHMS}"
-            )
+            raise TypeError(f"algorithm must be a str, got {shown(name)}: use one of {_ALGORITHMS}")
         if name not in _ALGORITHMS:
-            raise ValueError(f"algorithm {inputs.shown(name)} is unknown: use one of {_ALGORITHMS}")
+            raise ValueError(f"algorithm {shown(name)} is unknown: use one of {_ALGORITHMS}")
         for field, low, meaning in (
             ("steps", int(name == "eagle"), f"the draft depth of {name}"),
             ("topk", 1, "the branches per step, 1 for a chain"),
             ("draft_tokens", int(name != "none"), f"the tokens {name} verifies a step"),
         ):
-            number = inputs.whole_number(getattr(self, field), field, low, meaning=meaning)
+            number = whole_number(getattr(self, field), field, low, meaning=meaning)
             object.__setattr__(self, field, number)
 
 
@@ -131,7 +138,7 @@ def row_width(context_len: int, spec: SpecConfig | None, page_size: int) -> int:
     98
     """
     page = _page_size(page_size)
-    context = inputs.whole_number(context_len, "context_len", 1, meaning="the context in tokens")
+    context = whole_number(context_len, "context_len", 1, meaning="the model's context in tokens")
     return _ceil(context + extra_context_len(spec, page), page)
 
 
@@ -145,8 +152,8 @@ def ceil_align(x: PerRequest, m: int) -> int | Int64:
     >>> ceil_align(17, 16), ceil_align([0, 1, 16, 17], 16)
     (32, array([ 0, 16, 16, 32]))
     """
-    step = inputs.whole_number(m, "m", 1, meaning="the unit to align to")
-    value, _ = inputs.token_counts(x, "x")
+    step = whole_number(m, "m", 1, meaning="the unit to align to")
+    value = token_counts(x, "x")
     return _ceil(value, step) if isinstance(value, int) else _round_up(value.copy(), step)
 
 
@@ -160,9 +167,8 @@ def floor_align(x: PerRequest, m: int) -> int | Int64:
     >>> floor_align(17, 16)
     16
     """
-    step = inputs.whole_number(m, "m", 1, meaning="the unit to align to")
-    value, _ = inputs.token_counts(x, "x")
-    return value // step * step
+    step = whole_number(m, "m", 1, meaning="the unit to align to")
+    return token_counts(x, "x") // step * step
 
 
 @overload
@@ -176,8 +182,7 @@ def num_pages_for(tokens: PerRequest, page_size: int) -> int | Int64:
     array([0, 1, 1, 2])
     """
     page = _page_size(page_size)
-    value, _ = inputs.token_counts(tokens, "tokens")
-    return -(-value // page)
+    return -(-token_counts(tokens, "tokens") // page)
 
 
 def num_new_pages(prefix_lens: PerRequest, seq_lens: PerRequest, page_size: int) -> int:
@@ -190,14 +195,14 @@ def num_new_pages(prefix_lens: PerRequest, seq_lens: PerRequest, page_size: int)
     2
     """
     page = _page_size(page_size)
-    (prefix, seq), (_, top) = inputs.columns(prefix_lens=prefix_lens, seq_lens=seq_lens)
+    prefix, seq = columns(prefix_lens=prefix_lens, seq_lens=seq_lens)
     if (seq < prefix).any():
         i = int((seq < prefix).argmax())
         raise ValueError(
             f"seq_lens[{i}] = {seq[i]} is below prefix_lens[{i}] = {prefix[i]}: "
             "pass lengths that include the prefix"
         )
-    return _total(-(-seq // page) + (-prefix // page), top)
+    return _total(-(-seq // page) + (-prefix // page))
 
 
 def watermarks(
@@ -219,9 +224,7 @@ def watermarks(
     (array([32, 64]), array([48, 64]), 16)
     """
     page = _page_size(page_size)
-    return _watermarks(
-        *inputs.columns(committed=committed, allocated=allocated, reserve=reserve), page
-    )
+    return _watermarks(page, *columns(committed=committed, allocated=allocated, reserve=reserve))
 
 
 def page_aligned_decode_alloc_lens(
@@ -240,9 +243,7 @@ def page_aligned_decode_alloc_lens(
     ([30], [48], 18)
     """
     page = _page_size(page_size)
-    committed, allocated = inputs.request_lens(reqs)
-    read = inputs.columns(kv_committed_len=committed, kv_allocated_len=allocated, reserve=reserve)
-    cur, nxt, needed = _watermarks(*read, page)
+    cur, nxt, needed = _watermarks(page, *columns(**request_lens(reqs), reserve=reserve))
     return cur.tolist(), nxt.tolist(), needed
 
 
@@ -277,28 +278,23 @@ def new_tokens_required_next_decode(
     page = _page_size(page_size)
     draft = _drafting(spec)
     if estimate not in ("tight", "conservative"):
-        raise ValueError(
-            f"estimate {inputs.shown(estimate)} is unknown: use 'tight' or 'conservative'"
-        )
+        raise ValueError(f"estimate {shown(estimate)} is unknown: use 'tight' or 'conservative'")
     reserve = alloc_reserve_per_decode(draft, page)
-    (done, held, ahead), tops = inputs.columns(
-        committed=committed, allocated=allocated, reserve=reserve
-    )
+    done, held, ahead = columns(committed=committed, allocated=allocated, reserve=reserve)
     if draft is None:
         return page * int(np.count_nonzero(done % page == 0))
     if estimate == "conservative":
         return done.size * _conservative_len(draft, page)
-    _, _, needed = _watermarks((done, _round_up(held.copy(), page), ahead), tops, page)
-    return needed
+    return _watermarks(page, done, _round_up(held.copy(), page), ahead)[2]
 
 
-def _watermarks(read: Sequence[Int64], tops: Sequence[int], page: int) -> tuple[Int64, Int64, int]:
-    """`watermarks` of committed, allocated and reserve, and of the largest of each."""
-    committed, allocated, reserve = read
+def _watermarks(
+    page: int, committed: Int64, allocated: Int64, reserve: Int64
+) -> tuple[Int64, Int64, int]:
     cur = allocated.copy()
     nxt = _round_up(committed + reserve, page)
     np.maximum(nxt, cur, out=nxt)
-    return cur, nxt, _total(nxt - cur, tops[0] + tops[2] + page)
+    return cur, nxt, _total(nxt - cur)
 
 
 def _round_up(numbers: Int64, step: int) -> Int64:
@@ -318,9 +314,9 @@ def _ceil(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def _total(numbers: Int64, top: int) -> int:
-    """The exact sum of numbers none of which is above ``top``."""
-    if numbers.size * top < 1 << 63:
+def _total(numbers: Int64) -> int:
+    """The exact sum of numbers none of which is negative."""
+    if numbers.size * int(numbers.max(initial=0)) < 1 << 63:
         return int(np.add.reduce(numbers))
     return sum(numbers.tolist())
 
@@ -338,11 +334,9 @@ def _drafting(spec: object) -> SpecConfig | None:
     if spec is None:
         return None
     if not isinstance(spec, SpecConfig):
-        raise TypeError(
-            f"spec must be a SpecConfig or None, got {inputs.shown(spec)}: build a SpecConfig"
-        )
+        raise TypeError(f"spec must be a SpecConfig or None, got {shown(spec)}: build a SpecConfig")
     return None if spec.algorithm == "none" else spec
 
 
 def _page_size(value: object) -> int:
-    return inputs.whole_number(value, "page_size", 1, meaning="the number of tokens per page")
+    return whole_number(value, "page_size", 1, meaning="the number of tokens per page")

@@ -12,6 +12,7 @@ from cuda_on_cpu.emulator import (
     CUDA,
     BuildFailed,
     Emulator,
+    HostWrite,
     LaunchFailed,
     build,
     kernels,
@@ -19,7 +20,8 @@ from cuda_on_cpu.emulator import (
     require_compiler,
     require_tsan,
 )
-from cuda_on_cpu.launches import Replays, Scan, assign, export, watermarks
+from cuda_on_cpu.faults import FAULTS, RACES
+from cuda_on_cpu.launches import Replays, Scan, assign, assign_mapped, export, watermarks
 from cuda_on_cpu.tables import Growth, Table, expect_growth, some_requests
 
 FAR_ROW = 5_000_001
@@ -42,7 +44,12 @@ def assign_battery(emulator: Emulator) -> None:
                     Growth(2, 3, 0, 1, 2),
                 ]
                 table = Table(5, 35 * size, size, with_pages=even)
-                assign(emulator, table, growths, rng, runs=runs, order=[1, 0], **how)
+                wide = size == 16
+                assign(emulator, table, growths, rng, runs=runs, wide=wide, order=[1, 0], **how)
+        # More slots are asked for than there are threads.
+        for asked in (70, 69):
+            growths = [Growth(1, 2, 22, 3, 70), Growth(0, 22, 2, 5, asked)]
+            assign(emulator, Table(2, 96, 4), growths, rng, grid=1, threads=32, seed=seed)
         for size, width in ((3, 1008), (3, 1009)):
             table = Table(3, width, size, first_row=FAR_ROW)
             growths = [Growth(1, 3, 2, 2, 3 * size)]
@@ -60,6 +67,11 @@ def scan_battery(emulator: Emulator) -> None:
         how = {"order": [3, 2, 1, 0], "seed": seed, "tile_pages": 100}
         table = Table(3503, 64, 8)
         watermarks(emulator, table, rows, committed, allocated, reserves, rng, scan, **how)
+    for seed, (n, tile) in enumerate(((1000, 96), (1500, 600), (900, 32)), start=1):
+        rows, committed, allocated, reserves = some_requests(rng, n, 4, 6, 12)
+        how = {"resident": 3, "seed": seed, "tile_requests": tile, "tile_pages": 150}
+        table = Table(n + 3, 24, 4)
+        watermarks(emulator, table, rows, committed, allocated, reserves, rng, **how)
     rows, committed, allocated, reserves = some_requests(rng, 40_000, 1, 2, 2)
     how = {"resident": 40, "seed": 2, "stall": True}
     watermarks(emulator, Table(40_003, 2, 1), rows, committed, allocated, reserves, rng, **how)
@@ -89,230 +101,47 @@ def replay_battery(emulator: Emulator) -> None:
         replays.check(turn + 1 - (turn + 1) // 3)
 
 
-BATTERIES: dict[str, Battery] = {
-    "assign_pages.cu": assign_battery,
-    "page_watermarks.cu": scan_battery,
-    "export_pages.cu": export_battery,
-}
-BARRIER = "__syncthreads();"
+def staging_battery(emulator: Emulator) -> None:
+    """The host stages a step while its replay runs: both blocks take it, or none does."""
+    rng = np.random.default_rng(6)
+    growths = [Growth(0, 0, 4)]
+    for at in range(0, 100, 4):
+        table = Table(1, 40, 4)
+        replays = Replays(table, ring=4, stride=1024)
+        ids = replays.stage(growths, rng)
+        offset, serial = replays.serial_of(1)
+        replays.steps.data[offset : offset + 4] = 0
+        write = HostWrite(at, replays.steps, offset, serial)
+        how: dict[str, Any] = {"grid": 2, "threads": 32, "tile": 1, "seed": 2}
+        replays.replay(emulator, **how, resident=2, stall=True, host_write=write)
+        applied = int(replays.applied.data[0])
+        if applied:
+            expect_growth(table, growths, ids)
+        replays.check(applied)
 
-# The source whose launches are to find it, the file it is planted in, what is replaced, by what.
-FAULTS: dict[str, tuple[str, str, str, str]] = {
-    "insertion in front of equals": (
-        "assign_pages.cu",
-        "common.cuh",
-        "offsets[middle] <= value",
-        "offsets[middle] < value",
-    ),
-    "32-bit product, whole rows": (
-        "assign_pages.cu",
-        "common.cuh",
-        "return where * t.page_size;",
-        "return static_cast<i64>(static_cast<u32>(where * t.page_size));",
-    ),
-    "32-bit product, cut rows": (
-        "assign_pages.cu",
-        "common.cuh",
-        "return row * t.row_width",
-        "return static_cast<i64>(static_cast<u32>(row * t.row_width))",
-    ),
-    "16-byte stores of any table": (
-        "assign_pages.cu",
-        "common.cuh",
-        "t.quad_shift > -2",
-        "true",
-    ),
-    "a shift where it is no power": (
-        "assign_pages.cu",
-        "common.cuh",
-        "t.quad_shift >= 0 ? at >> t.quad_shift : at / quads",
-        "at >> (31 - __builtin_clz(static_cast<u32>(quads)))",
-    ),
-    "slots that repeat": (
-        "assign_pages.cu",
-        "common.cuh",
-        "slot + 2, slot + 3",
-        "slot + 2, slot + 2",
-    ),
-    "a tile past the end": (
-        "assign_pages.cu",
-        "assign_pages.cu",
-        "min(tile, pages - begin)",
-        "tile",
-    ),
-    "no barrier behind the bounds": (
-        "assign_pages.cu",
-        "assign_pages.cu",
-        f"            {BARRIER}\n        }}\n        for",
-        "        }\n        for",
-    ),
-    "no barrier before the tile is written": (
-        "assign_pages.cu",
-        "assign_pages.cu",
-        f"            {BARRIER}\n            write_tile",
-        "            write_tile",
-    ),
-    "no barrier before the next tile": (
-        "assign_pages.cu",
-        "assign_pages.cu",
-        f"        }}\n        {BARRIER}\n    }}",
-        "        }\n    }",
-    ),
-    "a page table that nobody wants": (
-        "assign_pages.cu",
-        "assign_pages.cu",
-        "if (t.pages) t.pages",
-        "t.pages",
-    ),
-    "runs searched behind the tile alone": (
-        "assign_pages.cu",
-        "assign_pages.cu",
-        "run_bounds[1] + 1, page",
-        "run_bounds[1], page",
-    ),
-    "new slots read from the table": (
-        "assign_pages.cu",
-        "gather.cuh",
-        "ahead >= 0",
-        "ahead > 0",
-    ),
-    "gather with a 32-bit product": (
-        "assign_pages.cu",
-        "gather.cuh",
-        "static_cast<i64>(g.row[r]) * t.row_width + position",
-        "static_cast<i64>(static_cast<u32>(g.row[r] * t.row_width + position))",
-    ),
-    "gather from the first position": (
-        "assign_pages.cu",
-        "gather.cuh",
-        "g.start[r] + (at - g.offset[r])",
-        "at - g.offset[r]",
-    ),
-    "words of an earlier launch": (
-        "page_watermarks.cu",
-        "page_watermarks.cu",
-        "static_cast<u32>(heard >> 34) != epoch || ",
-        "",
-    ),
-    "tiles by block number": (
-        "page_watermarks.cu",
-        "page_watermarks.cu",
-        "static_cast<i32>(atomicAdd(ticket, 1u) - ticket_base)",
-        "static_cast<i32>(blockIdx.x + 0 * (atomicAdd(ticket, 1u) - ticket_base))",
-    ),
-    "an aggregate told as the sum": (
-        "page_watermarks.cu",
-        "page_watermarks.cu",
-        "tile ? kAggregate : kInclusive",
-        "kInclusive",
-    ),
-    "a sum without what came before": (
-        "page_watermarks.cu",
-        "page_watermarks.cu",
-        "told(epoch, kInclusive, before + total)",
-        "told(epoch, kInclusive, total)",
-    ),
-    "look-back that leaves the sum out": (
-        "page_watermarks.cu",
-        "page_watermarks.cu",
-        "lane <= stop",
-        "lane < stop",
-    ),
-    "look-back windows that overlap": (
-        "page_watermarks.cu",
-        "page_watermarks.cu",
-        "last -= 32",
-        "last -= 31",
-    ),
-    "no barrier behind the ticket": (
-        "page_watermarks.cu",
-        "page_watermarks.cu",
-        f"    {BARRIER}\n    i32 tile = shared_tile;",
-        "    i32 tile = shared_tile;",
-    ),
-    "no barrier behind the sums of warps": (
-        "page_watermarks.cu",
-        "page_watermarks.cu",
-        f"warp_sums[warp] = sum;\n    {BARRIER}",
-        "warp_sums[warp] = sum;",
-    ),
-    "no barrier behind the look-back": (
-        "page_watermarks.cu",
-        "page_watermarks.cu",
-        f"    {BARRIER}\n\n    total = shared_total;",
-        "\n    total = shared_total;",
-    ),
-    "no barrier before the tile is written, scan": (
-        "page_watermarks.cu",
-        "page_watermarks.cu",
-        f"        {BARRIER}\n        write_tile",
-        "        write_tile",
-    ),
-    "no barrier before the next tile, scan": (
-        "page_watermarks.cu",
-        "page_watermarks.cu",
-        f"write_tile(t, entries, page_ids, pages);\n        {BARRIER}",
-        "write_tile(t, entries, page_ids, pages);",
-    ),
-    "requests that shrink": (
-        "page_watermarks.cu",
-        "page_watermarks.cu",
-        "max(last - first, 0)",
-        "last - first",
-    ),
-    "marks in 32 bits": (
-        "page_watermarks.cu",
-        "page_watermarks.cu",
-        "i64 mark = static_cast<i64>(committed[r])",
-        "i32 mark = committed[r]",
-    ),
-    "padding that is not": (
-        "export_pages.cu",
-        "export_pages.cu",
-        "page < indptr[r + 1] - indptr[r]",
-        "page <= indptr[r + 1] - indptr[r]",
-    ),
-    "a last page of a request without tokens": (
-        "export_pages.cu",
-        "export_pages.cu",
-        "pages ? lengths[r] - (pages - 1) * page_size : 0",
-        "lengths[r] - (pages - 1) * page_size",
-    ),
-    "an indptr without its end": (
-        "export_pages.cu",
-        "export_pages.cu",
-        "r <= requests",
-        "r < requests",
-    ),
-    "export with a 32-bit product": (
-        "export_pages.cu",
-        "export_pages.cu",
-        "static_cast<i64>(rows[r]) * row_width",
-        "static_cast<i64>(static_cast<u32>(rows[r] * row_width))",
-    ),
-}
-REPLAY_FAULTS: dict[str, tuple[str, str]] = {
-    "blocks that are never counted anew": ("counters[1] = 0;", ""),
-    "steps counted that were not there": ("if (staged) {", "{"),
-    "steps past the end of the ring": ("(serial % ring)", "(serial % (ring + 1))"),
-    "steps told before they are due": ("== gridDim.x - 1", "== 0"),
-}
-# What the results do not show, or not each time.
-RACES: dict[str, tuple[str, str, str, str]] = {
-    "tiles that several blocks write": (
-        "assign_pages.cu",
-        "assign_pages.cu",
-        "begin += gridDim.x * tile",
-        "begin += tile",
-    ),
-    "words stored as plain memory": (
-        "page_watermarks.cu",
-        "common.cuh",
-        "__atomic_store_n(word, value, __ATOMIC_RELEASE)",
-        "*word = value",
-    ),
-    **{name: FAULTS[name] for name in FAULTS if name.startswith("no barrier before the next")},
-    "new slots read from the table": FAULTS["new slots read from the table"],
+
+def mapped_battery(emulator: Emulator) -> None:
+    rng = np.random.default_rng(7)
+    for seed, size in enumerate((1, 4, 3, 12)):
+        for tile, threads, captured in ((7, 32, False), (96, 256, True), (40, 64, False)):
+            # The first page of all tables has the place 0.
+            growths = [Growth(3, 1, 40), Growth(0, 0, 9), Growth(1, 30, 12)]
+            table = Table(4, 43 * size + seed, size, with_pages=tile == 7)
+            how: dict[str, Any] = {"tile": tile, "threads": threads, "captured": captured}
+            assign_mapped(emulator, table, growths, rng, seed=seed, **how)
+    full = [Growth(1, 0, 500), Growth(0, 1, 524)]
+    for captured in (False, True):
+        how = {"tile": 96, "threads": 96, "captured": captured}
+        assign_mapped(emulator, Table(2, 525, 1), full, rng, **how)
+
+
+BATTERIES: dict[str, tuple[str, Battery]] = {
+    "assign": ("assign_pages.cu", assign_battery),
+    "mapped": ("assign_pages.cu", mapped_battery),
+    "replay": ("assign_pages.cu", replay_battery),
+    "staging": ("assign_pages.cu", staging_battery),
+    "scan": ("page_watermarks.cu", scan_battery),
+    "export": ("export_pages.cu", export_battery),
 }
 
 
@@ -324,6 +153,8 @@ def racing_battery(emulator: Emulator) -> None:
         growths = [Growth(0, 1, 18, 3, 12), Growth(2, 0, 1), Growth(1, 3, 6, 2, 30)]
         how: dict[str, Any] = {"grid": 3, "resident": 3, "threads": 32, "seed": 2}
         assign(emulator, Table(5, 168, 8), growths, rng, runs=runs, tile=3, **how)
+    how = {"tile": 7, "captured": False, "resident": 3, "threads": 32, "seed": 2}
+    assign_mapped(emulator, Table(2, 168, 8), [Growth(0, 1, 18), Growth(1, 0, 6)], rng, **how)
     rows, committed, allocated, reserves = some_requests(rng, 3500, 8, 8, 24)
     scan = Scan(4)
     for seed in (2, 3):
@@ -341,31 +172,22 @@ def racing_battery(emulator: Emulator) -> None:
         replays.check(turn + 1)
 
 
-def test_the_sources_as_they_are_pass_every_battery() -> None:
+@pytest.mark.parametrize("battery", BATTERIES)
+def test_the_sources_as_they_are_pass_every_battery(battery: str) -> None:
     with Emulator(kernels()) as emulator:
-        for battery in (*BATTERIES.values(), replay_battery):
-            battery(emulator)
+        BATTERIES[battery][1](emulator)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
     require_compiler()
-    source, file, old, new = FAULTS[fault]
-    cuda = mutated(tmp_path / "cuda", file, old, new)
+    battery, *where = FAULTS[fault]
+    source, launches = BATTERIES[battery]
+    cuda = mutated(tmp_path / "cuda", *where)
     program = build().program(f"fault-{list(FAULTS).index(fault)}", [cuda / source], cuda)
     with Emulator(program, timeout_s=10) as emulator, pytest.raises(AssertionError) as found:
-        BATTERIES[source](emulator)
+        launches(emulator)
     assert not isinstance(found.value, BuildFailed)
-
-
-@pytest.mark.parametrize("fault", REPLAY_FAULTS)
-def test_a_fault_planted_into_the_replay_is_found(fault: str, tmp_path: Path) -> None:
-    require_compiler()
-    cuda = mutated(tmp_path / "cuda", "assign_pages.cu", *REPLAY_FAULTS[fault])
-    name = f"replay-fault-{list(REPLAY_FAULTS).index(fault)}"
-    program = build().program(name, [cuda / "assign_pages.cu"], cuda)
-    with Emulator(program, timeout_s=10) as emulator, pytest.raises(AssertionError):
-        replay_battery(emulator)
 
 
 def test_the_kernels_have_no_race_within_blocks_or_between_them() -> None:
@@ -378,8 +200,7 @@ def test_the_kernels_have_no_race_within_blocks_or_between_them() -> None:
 @pytest.mark.parametrize("fault", RACES)
 def test_a_planted_race_is_found(fault: str, tmp_path: Path) -> None:
     require_tsan()
-    _, file, old, new = RACES[fault]
-    cuda = mutated(tmp_path / "cuda", file, old, new)
+    cuda = mutated(tmp_path / "cuda", *RACES[fault][1:])
     name = f"race-{list(RACES).index(fault)}"
     program = build(tsan=True).program(name, sorted(cuda.glob("*.cu")), cuda)
     with Emulator(program) as emulator, pytest.raises(LaunchFailed, match="data race"):

@@ -52,13 +52,17 @@ def test_replays_count_on_past_32_bits(cpu: Emulator) -> None:
         replays.check(2**32 - 1 + turn)
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["one-by-one", "together"])
 def test_a_step_staged_during_a_replay_is_applied_as_a_whole_or_left_to_the_next(
-    cpu: Emulator,
+    cpu: Emulator, together: bool
 ) -> None:
     """The host may stage at any moment: here at each that the threads of a replay tell apart."""
     rng = np.random.default_rng(12)
     growths = [Growth(0, 0, 4)]
     how: dict[str, Any] = {"grid": 2, "threads": 32, "tile": 1}
+    if together:
+        # The first block is held up between its first look and its verdict.
+        how |= {"resident": 2, "stall": True, "seed": 2}
     steps, at = 1, 0
     while at < steps:
         table = Table(1, 40, 4)

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from model import walk as w
-from model.walk import Chooser, Event, Pair, walk
+from model.moves import MOVES, Chooser, any_config
+from model.pair import Event, Pair
+from model.walk import walk
 
 import sgalloc
 
@@ -148,7 +149,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def begin(self, data: st.DataObject) -> None:
-        self.pair = Pair(w.any_config(draws(data)))
+        self.pair = Pair(any_config(draws(data)))
 
     def teardown(self) -> None:
         if hasattr(self, "pair"):
@@ -163,7 +164,7 @@ def as_rule(move: Callable[[Pair, Chooser], None]) -> Any:
     return run
 
 
-for _move in (*w.MOVES, move_illegal):
+for _move in (*MOVES, move_illegal):
     setattr(Machine, _move.__name__, as_rule(_move))
 
 TestMachine = Machine.TestCase

@@ -7,8 +7,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from model import walk as w
+from model.moves import NAMESPACES
+from model.pair import Config, Disagreement
 from model.reference import Node, Reference, Refused, Waiting
+from model.walk import walk
 
 import sgalloc
 
@@ -176,10 +178,10 @@ def test_a_match_that_was_evicted_is_refused() -> None:
 
 def test_namespaces_never_share() -> None:
     ref = Reference(6, 1, 3, 8, prefix_cache=True)
-    for namespace in w.NAMESPACES:
+    for namespace in NAMESPACES:
         assert ref.match([1], namespace).nodes == []
         cached(ref, [1], namespace)
-    assert ref.counts()["cached"] == len(w.NAMESPACES)
+    assert ref.counts()["cached"] == len(NAMESPACES)
 
 
 def test_a_plan_ages_with_every_change_and_with_nothing_else() -> None:
@@ -212,7 +214,7 @@ def test_the_reference_proves_its_own_laws() -> None:
 # Planted faults: in the allocator where a wrapper around a public verb can plant one, in the
 # reference (its own laws switched off) where it takes a hand inside. A comparison has no sides.
 
-CONFIG = w.Config(num_pages=8, page_size=2, max_requests=4, row_width=12, prefix_cache=True)
+CONFIG = Config(num_pages=8, page_size=2, max_requests=4, row_width=12, prefix_cache=True)
 SEEDS, STEPS = range(10), 250
 GIVE_BACK, MAKE_ROOM, EVICT_ONE = Reference.give_back, Reference.make_room, Reference.evict_one
 ENTER, PART_WITH, ROOT = Reference.enter, Reference.part_with, Reference.root
@@ -373,8 +375,8 @@ FAULTS = {
 
 def difference(seed: int) -> str:
     try:
-        w.walk(seed, STEPS, CONFIG)
-    except w.Disagreement as reported:
+        walk(seed, STEPS, CONFIG)
+    except Disagreement as reported:
         return str(reported)
     return ""
 

@@ -34,7 +34,6 @@ from profiling.gpu import (
 )
 from profiling.harness import Effort, Key, Side, Step, Summary
 from profiling.measured import Record
-from profiling.twins import Shape
 
 SCRIPTS: dict[str, Any] = {
     "steps": steps,
@@ -131,7 +130,7 @@ def test_a_run_makes_a_document_and_its_tables(
         assert table.verdict.endswith(".") and "None" not in table.verdict
         assert all(len(row) == len(table.columns) for row in table.rows)
         assert table.text().count("\n") >= len(table.rows)
-        assert table.markdown().count("\n| ") == len(table.rows) + 1
+        assert table.markdown().count("\n| ") == len(table.rows) + 2
     shown = "".join(cell for table in made for row in table.rows for cell in row)
     assert "None" not in shown and "nan" not in shown
 
@@ -259,10 +258,10 @@ def test_a_kernel_is_held_against_its_aim(took: float, word: str) -> None:
     case = kernels.Case("assign_pages", 64, 62_500, 1, "places", 16_000_000)
     small = case._replace(pages=10, written=2560)
     found = found_of(
-        Record(case.kernel, kernels.MINE, case.at, flat(took)),
-        Record(case.kernel, kernels.MEMSET, case.at, flat(5.0)),
-        Record(case.kernel, kernels.MINE, small.at, flat(9.0)),
-        Record(case.kernel, kernels.MEMSET, small.at, flat(1.0)),
+        Record(case.kernel, kernels.MINE, {**case.at, "row": 4096}, flat(took)),
+        Record(case.kernel, kernels.MEMSET, {**case.at, "row": 4096}, flat(5.0)),
+        Record(case.kernel, kernels.MINE, {**small.at, "row": 4096}, flat(9.0)),
+        Record(case.kernel, kernels.MEMSET, {**small.at, "row": 4096}, flat(1.0)),
     )
     table = kernels.kernel_table(found, case.kernel)
     assert f"{word}." in table.verdict and f"{took / 5:.2f}×" in table.verdict
@@ -281,17 +280,6 @@ def test_the_device_part_is_held_against_three_launches(took: float, word: str) 
     assert f"{took / 2.4:.2f}×" in verdict and verdict.endswith(f"{word}.")
 
 
-@pytest.mark.parametrize(("theirs", "word"), [(300.0, "met"), (299.0, "missed")])
-def test_the_peer_is_held_against_the_aim(theirs: float, word: str) -> None:
-    at = {"batch": 256, "page": 64, "until": clock.RETURN}
-    found = found_of(
-        Record("reserve", peer_sglang.MINE, at, flat(20.0), "all steps"),
-        Record("reserve", peer_sglang.SGLANG, at, flat(theirs), "all steps"),
-    )
-    table = peer_sglang.step_table(found, "reserve", "EAGLE step")
-    assert "256: 15×" in table.verdict and table.verdict.endswith(f"{word}.")
-
-
 def test_crossovers_are_where_it_stays_better() -> None:
     better = [(1, True), (2, False), (4, True), (8, True)]
     assert crossover.first_from(better) == 4
@@ -307,118 +295,6 @@ def test_what_a_forward_loses_is_for_one_update() -> None:
     )
     assert transport.lost_us(found, transport.MAPPED, 64, "f", transport.PLAN_STREAM) == 0.5
     assert transport.lost_us(found, transport.COPY, 64, "f", transport.PLAN_STREAM) is None
-
-
-# -- SGLang --------------------------------------------------------------------------------
-
-
-def test_without_sglang_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    assert "set SGL_SRC" in str(sglang_engine.load(None))
-    assert "without sglang in it" in str(sglang_engine.load(str(tmp_path)))
-    (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang" / "__init__.py").write_text("raise OSError('broken')", encoding="utf-8")
-    said = sglang_engine.load(str(tmp_path))
-    assert said == "SGLang is not measured: importing it failed with OSError: broken"
-    sys.modules.pop("sglang", None)
-
-
-class Pool:
-    """A pool that does what SGLang's does, as far as `Engine` calls it."""
-
-    lost = 0
-
-    def __init__(self, slots: int, size: int, *_: Any) -> None:
-        self.pages, self.size = slots // size, size
-        self.clear()
-
-    def clear(self) -> None:
-        self.free, self.group = list(range(1, self.pages + 1)), None
-
-    def available_size(self) -> int:
-        return len(self.free) * self.size
-
-    def alloc(self, slots: int) -> Any:
-        ids = np.array([self.free.pop() for _ in range(slots // self.size)])
-        import torch
-
-        return torch.tensor(np.add.outer(ids * self.size, np.arange(self.size)).reshape(-1))
-
-    def free_group_begin(self) -> None:
-        self.group = []
-
-    def free_segment(self, slots: Any, *, start_pos: int) -> None:
-        assert start_pos == 0 and self.group is not None
-        self.group += (slots[:: self.size] // self.size).tolist()
-
-    def free_group_end(self) -> None:
-        assert self.group is not None and len(set(self.group)) == len(self.group)
-        self.free += self.group[self.lost :]
-
-
-def stand_in_peer(torch: Any) -> sglang_engine.Peer:
-    def watermarks(requests: Any, *, reserve: int, page_size: int) -> Any:
-        cur = [r.kv.kv_allocated_len for r in requests]
-        marks = [-(-(r.kv.kv_committed_len + reserve) // page_size) * page_size for r in requests]
-        nxt = [max(a, b) for a, b in zip(cur, marks, strict=True)]
-        return cur, nxt, sum(nxt) - sum(cur)
-
-    def alloc_for_spec_decode(tree: Any, rows: Any, **k: Any) -> None:
-        pool = tree.token_to_kv_pool_allocator
-        assert k["cur_kv_lens"].tolist() == k["cur_kv_lens_cpu"].tolist()
-        for request, nxt in zip(k["reqs"], k["nxt_kv_lens_cpu"].tolist(), strict=True):
-            pool.alloc(nxt - request.kv.kv_allocated_len)
-            request.kv.kv_allocated_len = nxt
-        assert k["num_needed_tokens"] >= 0 and rows.req_to_token.shape[0] == len(k["reqs"]) + 1
-
-    def alloc_for_decode_default(batch: Any, tokens: int) -> None:
-        size = batch.tree_cache.page_size
-        opened = int((batch.seq_lens_cpu % size == 0).sum())
-        batch.tree_cache.token_to_kv_pool_allocator.alloc(opened * size)
-        batch.req_to_token_pool.write((batch.req_pool_indices, batch.seq_lens), 7)
-        batch.req_to_token_pool.alloc_aux_to_lengths()
-        batch.maybe_evict_swa()
-
-    allocation = types.SimpleNamespace(
-        alloc_for_spec_decode=alloc_for_spec_decode,
-        alloc_for_decode_default=alloc_for_decode_default,
-    )
-
-    def single(slots: int, *_: Any) -> Pool:
-        return Pool(slots, 1)
-
-    return sglang_engine.Peer("0", allocation, watermarks, Pool, single, None, torch)
-
-
-@pytest.mark.parametrize("page", [1, 16, 64])
-@pytest.mark.parametrize("what", ["reserve", "decode", "release"])
-def test_both_sides_do_the_same_work(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, what: str, page: int
-) -> None:
-    peer = stand_in_peer(pytest.importorskip("torch"))
-    engine = sglang_engine.Engine
-
-    def on_cpu(peer: Any, shape: Shape, pages: int, base: Any) -> sglang_engine.Engine:
-        return engine(peer, shape, pages, base, "cpu")
-
-    monkeypatch.setattr(peer_sglang, "Engine", on_cpu)
-    monkeypatch.setattr(peer_sglang, "EFFORT", Effort(0.0, least=40, warm_up=2, block=2))
-    cell = peer_sglang.Cell(what, 3, page)
-    records, compared = peer_sglang.measure_cell(clock.Gpu(), cell, peer, "cuda")
-    assert compared == 1
-    found = found_of(*records)
-    label = "" if what == "release" else "all steps"
-    counts = {
-        side: {r["at"]["until"]: r["n"] for r in found.where(what, side, label=label)}
-        for side in (peer_sglang.MINE, peer_sglang.SGLANG)
-    }
-    assert counts[peer_sglang.MINE] == counts[peer_sglang.SGLANG]
-    assert set(counts[peer_sglang.MINE]) == {clock.RETURN, clock.DONE}
-    if what == "release":
-        monkeypatch.setattr(Pool, "lost", 1)
-        with pytest.raises(RuntimeError, match="pages are free in sgalloc"):
-            peer_sglang.measure_cell(clock.Gpu(), cell, peer, "cuda")
 
 
 # -- commands and documents ----------------------------------------------------------------

@@ -109,7 +109,7 @@ class Aloof:
 
 @pytest.mark.parametrize("verb", NUMBER_VERBS)
 def test_a_device_array_that_does_not_answer(verb: str) -> None:
-    naming = "lives on a device (test_refusals.Aloof)"
+    naming = f"lives on a device ({__name__}.Aloof)"
     assert_refused(lambda w: NUMBER_VERBS[verb](w, Aloof()), TypeError, naming)
 
 

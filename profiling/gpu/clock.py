@@ -96,6 +96,7 @@ class Gpu:
     def replays(self, graphs: Mapping[str, Any], times: int) -> dict[str, list[int]]:
         """Nanoseconds of each of ``times`` replays of each graph, in turns; three go untimed."""
         stream = self.stream()
+        self.wait()  # for what was copied to the device just before
         series: dict[str, list[int]] = {name: [] for name in graphs}
         for turn in range(times + 3):
             for name, graph in graphs.items():

@@ -13,6 +13,7 @@ from sgalloc.plan import Gather, Segments
 
 MAPPED = ", mapped"
 ANY_ORDER = ", rows in any order"
+SHORT_ROWS = ", short rows"
 _SECTOR = 32
 # Slots of a row, where the table stays below so many bytes.
 _ROW_SLOTS, _TABLE_BYTES = 4096, 12_000_000_000
@@ -48,7 +49,7 @@ class Growing:
         self, gpu: Gpu, page_size: int, segments: int, each: int, form: str, sets: int
     ) -> None:
         self._gpu = gpu
-        self._table = Grid(gpu, page_size, segments, each, sets)
+        self._table = Grid(gpu, page_size, segments, each, sets, form.endswith(SHORT_ROWS))
         self.geometry, self.memory = self._table.geometry, self._table.memory
         rows = np.arange(1, segments + 1)
         if form.endswith(ANY_ORDER):
@@ -255,15 +256,18 @@ class Grid:
 
     Attributes:
         geometry, memory: see `Launch`.
-        row_pages: whole pages in a row.
+        row_pages: whole pages in a row; ``short`` rows have no more than the sets need.
     """
 
-    def __init__(self, gpu: Gpu, page_size: int, segments: int, each: int, sets: int) -> None:
+    def __init__(
+        self, gpu: Gpu, page_size: int, segments: int, each: int, sets: int, short: bool = False
+    ) -> None:
         # No two sets share a sector.
         self._pitch = max(each, -(-_SECTOR // (4 * page_size)))
         least = sets * self._pitch * page_size
         rows = segments + 1
-        width = max(least, _ROW_SLOTS) if 4 * rows * _ROW_SLOTS <= _TABLE_BYTES else least
+        short = short or 4 * rows * _ROW_SLOTS > _TABLE_BYTES
+        width = least if short else max(least, _ROW_SLOTS)
         self._gpu, self._each = gpu, each
         self._table = gpu.empty((rows, width))
         self.memory: int = self._table.data.ptr

@@ -78,6 +78,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
             pages = written // each // 64 * 64
             yield Case(ASSIGN, page, pages, 1, "places", pages * each)
             yield Case(ASSIGN, page, pages, 1, "places, rows in any order", pages * each)
+            yield Case(ASSIGN, page, pages, 1, "places, short rows", pages * each)
             yield Case(ASSIGN, page, pages, 64, "places", pages * each)
             yield Case(ASSIGN, page, pages, 64, "runs", pages * each)
             yield Case(ASSIGN, page, pages, 0, "runs", pages * each)
@@ -128,8 +129,9 @@ def measure(quick: bool, gpu: Gpu, sweep: bool = False, chosen: Any = None) -> c
             MINE: launch.graph(count),
             MEMSET: gpu.capture(memsets(gpu, launch, case.written, count, sets)),
         }
+        at = {**case.at, "row": int(launch.geometry.arguments[2])}
         for side, series in gpu.replays(graphs, 5 if quick else 15).items():
-            records.append(Record(case.kernel, side, case.at, summarize(series, per=count)))
+            records.append(Record(case.kernel, side, at, summarize(series, per=count)))
         launch.check(graphs[MINE])
         compared += sets
         if sweep and case.kernel == ASSIGN and (case.run, case.form) in SWEPT:
@@ -189,6 +191,7 @@ def kernel_table(found: Found, kernel: str) -> Table:
                 str(at["page"]),
                 f"{at['pages']:,}",
                 f"{at['run']:,}" if at["run"] else "all",
+                f"{at['row']:,}",
                 size(at["bytes"]),
                 spread(mine),
                 spread(floor),
@@ -207,6 +210,7 @@ def kernel_table(found: Found, kernel: str) -> Table:
             "page",
             what,
             f"{what} of a segment",
+            "slots of a row",
             "bytes",
             "kernel",
             "memset",
@@ -219,8 +223,10 @@ def kernel_table(found: Found, kernel: str) -> Table:
 
 
 def _verdict(kernel: str, judged: list[tuple[float, Any]]) -> str:
+    if kernel not in AIMS:
+        return "no aim was set; it reads as many slots of the table as it writes."
     if not judged:
-        return "the bytes are those of the slots written; the table is read besides."
+        return "no step of 16 MB or more was measured."
     aim = AIMS[kernel]
     parts = []
     for written in sorted({round(at["bytes"] / 1e6) for _, at in judged}):

@@ -190,14 +190,14 @@ def tables(found: Found) -> list[Table]:
             ]
         )
     parts = []
-    for count in (FEW, MORE, MANY):
-        name = WRITE.format(f"{count:,}")
+    for name in (name for name in names if name.startswith(WRITE.split(",")[0])):
+        pages = name.split(", ")[1]
         mine = found.median(name, name, how=IN_A_ROW, until=RETURN, call=name)
         bare = found.median("beside", BARE, how=IN_A_ROW, until=RETURN, call=name)
         idle = found.median(name, name, how=ON_IDLE, until=RETURN, call=name)
         alone = found.median(BARE, BARE, how=ON_IDLE, until=RETURN, call=BARE)
         parts.append(
-            f"{count:,} pages {us(mine)} µs in a row ({times(ratio(mine, bare))} a bare graph "
+            f"{pages} {us(mine)} µs in a row ({times(ratio(mine, bare))} a bare graph "
             f"launch), {us(idle)} on an idle GPU ({times(ratio(idle, alone))})"
         )
     return [

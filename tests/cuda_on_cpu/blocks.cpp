@@ -274,8 +274,10 @@ void run_blocks() {
         }
         if (!alive) return;
         Block* block = choose();
-        Word burst = block->stalled ? 1 : Word(1) << processor->draw(11);
-        for (; burst && block->live && !block->idle(); --burst) block->step();
+        bool stalled = block->stalled;
+        Word burst = stalled ? 1 : Word(1) << processor->draw(11);
+        for (; burst && block->live && !block->idle() && block->stalled == stalled; --burst)
+            block->step();
     }
 }
 #endif

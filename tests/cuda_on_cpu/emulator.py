@@ -348,9 +348,10 @@ class Emulator:
 
 
 def mutated(folder: Path, file: str, old: str, new: str) -> Path:
-    """A copy of the CUDA sources in which every `old` of one file is `new`."""
+    """A copy of the CUDA sources in which the only `old` of one file is `new`."""
     shutil.copytree(CUDA, folder)
     text = (CUDA / file).read_text(encoding="utf-8")
-    assert old in text, f"{file} no longer holds {old!r}: plant this fault where it is now"
+    there = text.count(old)
+    assert there == 1, f"{file} holds {old!r} {there} times: plant this fault where it is now"
     (folder / file).write_text(text.replace(old, new), encoding="utf-8")
     return folder

@@ -1,0 +1,309 @@
+"""Faults to plant into the kernels, one at a time: what the tests have to find."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A fault, as one replacement in one file.
+
+    Attributes:
+        battery: whose launches are to find it.
+        file: where it is planted.
+        old: what stands there, once.
+        new: what is put in its place.
+    """
+
+    battery: str
+    file: str
+    old: str
+    new: str
+
+
+FAULTS: dict[str, Fault] = {
+    "insertion in front of equals": Fault(
+        "assign", "common.cuh", "offsets[middle] <= value", "offsets[middle] < value"
+    ),
+    "32-bit product, whole rows": Fault(
+        "assign",
+        "common.cuh",
+        "return where * t.page_size;",
+        "return static_cast<i64>(static_cast<u32>(where * t.page_size));",
+    ),
+    "32-bit product, cut rows": Fault(
+        "assign",
+        "common.cuh",
+        "return row * t.row_width",
+        "return static_cast<i64>(static_cast<u32>(row * t.row_width))",
+    ),
+    "16-byte stores of any table": Fault("assign", "common.cuh", "t.quad_shift > -2", "true"),
+    "a shift where it is no power": Fault(
+        "assign",
+        "common.cuh",
+        "t.quad_shift >= 0 ? at >> t.quad_shift : at / quads",
+        "at >> (31 - __builtin_clz(static_cast<u32>(quads)))",
+    ),
+    "slots that repeat": Fault("assign", "common.cuh", "slot + 2, slot + 3", "slot + 2, slot + 2"),
+    "a tile past the end": Fault("assign", "assign_pages.cu", "min(tile, pages - begin)", "tile"),
+    "no barrier behind the bounds": Fault(
+        "assign",
+        "assign_pages.cu",
+        "            __syncthreads();\n        }\n        for",
+        "        }\n        for",
+    ),
+    "no barrier before the tile is written": Fault(
+        "assign",
+        "assign_pages.cu",
+        "            __syncthreads();\n            write_tile",
+        "            write_tile",
+    ),
+    "no barrier before the next tile": Fault(
+        "assign",
+        "assign_pages.cu",
+        "        }\n        __syncthreads();\n    }",
+        "        }\n    }",
+    ),
+    "a page table that nobody wants": Fault(
+        "assign",
+        "assign_pages.cu",
+        "i32 id = page_ids[page];\n            if (t.pages) t.pages",
+        "i32 id = page_ids[page];\n            t.pages",
+    ),
+    "runs searched behind the tile alone": Fault(
+        "assign", "assign_pages.cu", "run_bounds[1] + 1, page", "run_bounds[1], page"
+    ),
+    "runs searched from the next tile's": Fault(
+        "assign",
+        "assign_pages.cu",
+        "threadIdx.x == 0 ? begin :",
+        "threadIdx.x == 0 ? begin + count :",
+    ),
+    "the last page's run of the next tile": Fault(
+        "assign", "assign_pages.cu", ": begin + count - 1;", ": begin - 1;"
+    ),
+    "new slots read from the table": Fault("assign", "gather.cuh", "ahead >= 0", "ahead > 0"),
+    "gather with a 32-bit product": Fault(
+        "assign",
+        "gather.cuh",
+        "static_cast<i64>(g.row[r]) * t.row_width + position",
+        "static_cast<i64>(static_cast<u32>(g.row[r] * t.row_width + position))",
+    ),
+    "gather from the first position": Fault(
+        "assign", "gather.cuh", "g.start[r] + (at - g.offset[r])", "at - g.offset[r]"
+    ),
+    "gather of equal shares from the first position": Fault(
+        "assign", "gather.cuh", "g.start[r] + (at - r * g.uniform)", "at - r * g.uniform"
+    ),
+    "gather past the end": Fault("assign", "gather.cuh", "next < total", "next <= total"),
+    "gather that leaves slots out": Fault(
+        "assign", "gather.cuh", "next += stride", "next += stride + 1"
+    ),
+    "gather that takes int64 for int32": Fault(
+        "assign", "gather.cuh", "if (g.wide)", "if (!g.wide)"
+    ),
+    "a new page of another request": Fault(
+        "assign", "gather.cuh", "ids[g.new_at[r] + ahead]", "ids[g.new_at[r]]"
+    ),
+    "mapped: places behind the last page": Fault(
+        "mapped", "assign_pages.cu", "if (place >= 0) {", "if (there) {"
+    ),
+    "mapped: pages counted that are not there": Fault(
+        "mapped", "assign_pages.cu", "__syncthreads_count(place >= 0)", "__syncthreads_count(there)"
+    ),
+    "mapped: a place 0 that is no place": Fault(
+        "mapped", "assign_pages.cu", "if (place >= 0) {", "if (place > 0) {"
+    ),
+    "mapped: pages of the next tile": Fault(
+        "mapped", "assign_pages.cu", "static_cast<i32>(threadIdx.x) < tile && page", "page"
+    ),
+    "mapped: places past the fixed ones": Fault(
+        "mapped", "assign_pages.cu", " && page < kFixedPages", ""
+    ),
+    "mapped: ids elsewhere": Fault(
+        "mapped",
+        "assign_pages.cu",
+        "kFixedPlaces + 8 * kFixedPages",
+        "kFixedPlaces + 4 * kFixedPages",
+    ),
+    "mapped: tiles of the block's threads": Fault(
+        "mapped",
+        "assign_pages.cu",
+        "blockIdx.x * tile + threadIdx.x",
+        "blockIdx.x * blockDim.x + threadIdx.x",
+    ),
+    "mapped: a warp counts for itself": Fault(
+        "mapped",
+        "assign_pages.cu",
+        "i32 count = __syncthreads_count(place >= 0);",
+        "i32 count = __builtin_popcount(__ballot_sync(0xffffffffu, place >= 0));",
+    ),
+    "mapped: a page table that nobody wants": Fault(
+        "mapped",
+        "assign_pages.cu",
+        "    if (place >= 0) {\n        if (t.pages) t.pages",
+        "    if (place >= 0) {\n        t.pages",
+    ),
+    "words of an earlier launch": Fault(
+        "scan", "page_watermarks.cu", "static_cast<u32>(heard >> 34) != epoch || ", ""
+    ),
+    "tiles by block number": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "static_cast<i32>(atomicAdd(ticket, 1u) - ticket_base)",
+        "static_cast<i32>(blockIdx.x + 0 * (atomicAdd(ticket, 1u) - ticket_base))",
+    ),
+    "an aggregate told as the sum": Fault(
+        "scan", "page_watermarks.cu", "tile ? kAggregate : kInclusive", "kInclusive"
+    ),
+    "a sum without what came before": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "told(epoch, kInclusive, before + total)",
+        "told(epoch, kInclusive, total)",
+    ),
+    "look-back that leaves the sum out": Fault(
+        "scan", "page_watermarks.cu", "lane <= stop", "lane < stop"
+    ),
+    "look-back windows that overlap": Fault(
+        "scan", "page_watermarks.cu", "last -= 32", "last -= 31"
+    ),
+    "no barrier behind the ticket": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "    __syncthreads();\n    i32 tile = shared_tile;",
+        "    i32 tile = shared_tile;",
+    ),
+    "no barrier behind the sums of warps": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "warp_sums[warp] = sum;\n    __syncthreads();",
+        "warp_sums[warp] = sum;",
+    ),
+    "no barrier behind the look-back": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "    __syncthreads();\n\n    total = shared_total;",
+        "\n    total = shared_total;",
+    ),
+    "no barrier before the tile is written, scan": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "        __syncthreads();\n        write_tile",
+        "        write_tile",
+    ),
+    "no barrier before the next tile, scan": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "write_tile(t, entries, page_ids, pages);\n        __syncthreads();",
+        "write_tile(t, entries, page_ids, pages);",
+    ),
+    "requests that shrink": Fault(
+        "scan", "page_watermarks.cu", "max(last - first, 0)", "last - first"
+    ),
+    "marks in 32 bits": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "i64 mark = static_cast<i64>(committed[r])",
+        "i32 mark = committed[r]",
+    ),
+    "requests of the next tile": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "k < each && local < tile_requests && r < requests",
+        "k < each && r < requests",
+    ),
+    "requests counted twice": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "k < each && local < tile_requests && r < requests",
+        "local < tile_requests && r < requests",
+    ),
+    "requests past the last": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "k < each && local < tile_requests && r < requests",
+        "k < each && local < tile_requests",
+    ),
+    "tiles of the most requests": Fault(
+        "scan", "page_watermarks.cu", "tile * tile_requests + local", "tile * kTileRequests + local"
+    ),
+    "threads without a request": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "(tile_requests + kThreads - 1) / kThreads",
+        "tile_requests / kThreads",
+    ),
+    "offsets written over the neighbours'": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "if (k < each && local < tile_requests) offsets",
+        "if (local < tile_requests) offsets",
+    ),
+    "offsets searched that are not there": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "insertion(offsets, 0, tile_requests, page)",
+        "insertion(offsets, 0, kTileRequests, page)",
+    ),
+    "ids of the first tile": Fault("scan", "page_watermarks.cu", "ids[before + page]", "ids[page]"),
+    "padding that is not": Fault(
+        "export",
+        "export_pages.cu",
+        "page < indptr[r + 1] - indptr[r]",
+        "page <= indptr[r + 1] - indptr[r]",
+    ),
+    "a last page of a request without tokens": Fault(
+        "export",
+        "export_pages.cu",
+        "pages ? lengths[r] - (pages - 1) * page_size : 0",
+        "lengths[r] - (pages - 1) * page_size",
+    ),
+    "an indptr without its end": Fault(
+        "export", "export_pages.cu", "r <= requests", "r < requests"
+    ),
+    "blocks that are never counted anew": Fault(
+        "replay", "assign_pages.cu", "counters[1] = 0;", ""
+    ),
+    "steps counted that were not there": Fault("replay", "assign_pages.cu", "if (staged) {", "{"),
+    "steps past the end of the ring": Fault(
+        "replay", "assign_pages.cu", "(serial % ring)", "(serial % (ring + 1))"
+    ),
+    "steps told before they are due": Fault(
+        "replay", "assign_pages.cu", "== gridDim.x - 1", "== 0"
+    ),
+    "a verdict that the next replay hears": Fault(
+        "replay", "assign_pages.cu", "counters[2] = 0;", ""
+    ),
+    "each block with a verdict of its own": Fault(
+        "staging", "assign_pages.cu", "if (!decided) decided = mine;", "decided = mine;"
+    ),
+    "a step taken for the one before": Fault(
+        "replay", "assign_pages.cu", "*serial == next + 1", "*serial == next"
+    ),
+    "export with a 32-bit product, padded": Fault(
+        "export",
+        "export_pages.cu",
+        "i64 entry = static_cast<i64>(rows[r]) * row_width",
+        "i64 entry = static_cast<i64>(static_cast<u32>(rows[r] * row_width))",
+    ),
+    "export with a 32-bit product, flat": Fault(
+        "export",
+        "export_pages.cu",
+        "slots[static_cast<i64>(rows[r]) * row_width",
+        "slots[static_cast<i64>(static_cast<u32>(rows[r] * row_width))",
+    ),
+}
+# What the results do not show, or not each time.
+RACES: dict[str, Fault] = {
+    "tiles that several blocks write": Fault(
+        "race", "assign_pages.cu", "begin += gridDim.x * tile", "begin += tile"
+    ),
+    "words stored as plain memory": Fault(
+        "race", "common.cuh", "__atomic_store_n(word, value, __ATOMIC_RELEASE)", "*word = value"
+    ),
+    "no barrier before the next tile": FAULTS["no barrier before the next tile"],
+    "no barrier before the next tile, scan": FAULTS["no barrier before the next tile, scan"],
+    "new slots read from the table": FAULTS["new slots read from the table"],
+    "mapped: pages of the next tile": FAULTS["mapped: pages of the next tile"],
+}
