@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ import numpy as np
 import pytest
 from cuda_on_cpu.emulator import (
     CUDA,
-    BuildFailed,
     Emulator,
     HostWrite,
     LaunchFailed,
@@ -20,7 +21,7 @@ from cuda_on_cpu.emulator import (
     require_compiler,
     require_tsan,
 )
-from cuda_on_cpu.faults import FAULTS, RACES
+from cuda_on_cpu.faults import FAULTS, RACES, Fault
 from cuda_on_cpu.launches import Replays, Scan, assign, assign_mapped, export, watermarks
 from cuda_on_cpu.tables import Growth, Table, expect_growth, some_requests
 
@@ -58,10 +59,17 @@ def assign_battery(emulator: Emulator) -> None:
 
 def scan_battery(emulator: Emulator) -> None:
     rng = np.random.default_rng(2)
+    full = np.full(3, (2**31 - 1) // 5 * 5, np.int32)
+    table = Table(1, int(full[0]) + 2, 5, first_page=int(full[0]) // 5 - 2)
+    watermarks(emulator, table, full * 0, full - 4, full, 4, rng)
+    # The first tile keeps 39 others waiting, which hear more than 32 aggregates.
+    rows, committed, allocated, reserves = some_requests(rng, 1270, 1, 2, 2)
+    how: dict[str, Any] = {"resident": 40, "seed": 2, "stall": True, "tile_requests": 32}
+    watermarks(emulator, Table(1273, 2, 1), rows, committed, allocated, reserves, rng, **how)
     scan = Scan(4)
     for seed in range(6):
         rows, committed, allocated, reserves = some_requests(rng, 3500, 8, 8, 24)
-        how: dict[str, Any] = {"resident": 4, "seed": seed, "stall": seed % 2 == 1}
+        how = {"resident": 4, "seed": seed, "stall": seed % 2 == 1}
         table = Table(3503, 64, 8)
         watermarks(emulator, table, rows, committed, allocated, reserves, rng, scan, **how)
         how = {"order": [3, 2, 1, 0], "seed": seed, "tile_pages": 100}
@@ -72,12 +80,6 @@ def scan_battery(emulator: Emulator) -> None:
         how = {"resident": 3, "seed": seed, "tile_requests": tile, "tile_pages": 150}
         table = Table(n + 3, 24, 4)
         watermarks(emulator, table, rows, committed, allocated, reserves, rng, **how)
-    rows, committed, allocated, reserves = some_requests(rng, 40_000, 1, 2, 2)
-    how = {"resident": 40, "seed": 2, "stall": True}
-    watermarks(emulator, Table(40_003, 2, 1), rows, committed, allocated, reserves, rng, **how)
-    full = np.full(3, (2**31 - 1) // 5 * 5, np.int32)
-    table = Table(1, int(full[0]) + 2, 5, first_page=int(full[0]) // 5 - 2)
-    watermarks(emulator, table, full * 0, full - 4, full, 4, rng)
 
 
 def export_battery(emulator: Emulator) -> None:
@@ -178,16 +180,58 @@ def test_the_sources_as_they_are_pass_every_battery(battery: str) -> None:
         BATTERIES[battery][1](emulator)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
+class Ahead:
+    """Programs with a fault each, of which the next few are built while one is tried."""
+
+    def __init__(self, faults: dict[str, Fault], tsan: bool, folder: Path) -> None:
+        self._faults, self._names = faults, list(faults)
+        self._build = build(tsan)
+        self._folder = folder
+        self._cores = os.cpu_count() or 1
+        self._pool = ThreadPoolExecutor(self._cores)
+        self._programs: dict[str, Future[Path]] = {}
+
+    def _make(self, number: int) -> Path:
+        battery, *where = self._faults[self._names[number]]
+        name = f"{self._folder.name}-{number}"
+        cuda = mutated(self._folder / str(number), *where)
+        sources = sorted(cuda.glob("*.cu" if self._build.tsan else BATTERIES[battery][0]))
+        return self._build.program(name, sources, cuda)
+
+    def __getitem__(self, fault: str) -> Path:
+        at = self._names.index(fault)
+        for number in range(at, min(at + 1 + self._cores, len(self._names))):
+            name = self._names[number]
+            if name not in self._programs:
+                self._programs[name] = self._pool.submit(self._make, number)
+        return self._programs[fault].result()
+
+    def close(self) -> None:
+        """Build no more."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
     require_compiler()
-    battery, *where = FAULTS[fault]
-    source, launches = BATTERIES[battery]
-    cuda = mutated(tmp_path / "cuda", *where)
-    program = build().program(f"fault-{list(FAULTS).index(fault)}", [cuda / source], cuda)
-    with Emulator(program, timeout_s=10) as emulator, pytest.raises(AssertionError) as found:
-        launches(emulator)
-    assert not isinstance(found.value, BuildFailed)
+    ahead = Ahead(FAULTS, False, tmp_path_factory.mktemp("faulty"))
+    yield ahead
+    ahead.close()
+
+
+@pytest.fixture(scope="module")
+def racing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
+    require_tsan()
+    ahead = Ahead(RACES, True, tmp_path_factory.mktemp("racing"))
+    yield ahead
+    ahead.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, faulty: Ahead) -> None:
+    program = faulty[fault]
+    with Emulator(program, timeout_s=10) as emulator, pytest.raises(AssertionError):
+        BATTERIES[FAULTS[fault].battery][1](emulator)
 
 
 def test_the_kernels_have_no_race_within_blocks_or_between_them() -> None:
@@ -198,10 +242,7 @@ def test_the_kernels_have_no_race_within_blocks_or_between_them() -> None:
 
 
 @pytest.mark.parametrize("fault", RACES)
-def test_a_planted_race_is_found(fault: str, tmp_path: Path) -> None:
-    require_tsan()
-    cuda = mutated(tmp_path / "cuda", *RACES[fault][1:])
-    name = f"race-{list(RACES).index(fault)}"
-    program = build(tsan=True).program(name, sorted(cuda.glob("*.cu")), cuda)
+def test_a_planted_race_is_found(fault: str, racing: Ahead) -> None:
+    program = racing[fault]
     with Emulator(program) as emulator, pytest.raises(LaunchFailed, match="data race"):
         racing_battery(emulator)

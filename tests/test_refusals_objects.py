@@ -266,9 +266,10 @@ def test_a_bad_option_names_its_field(option: str, value: Any, error: type[Excep
 
 
 def test_numpy_integers_configure_as_well() -> None:
-    alloc = sgalloc.KVAllocator(*(np.int32(n) for n in FIELDS.values()), device="auto")
-    assert alloc.req_to_token.shape == (4, 16)
-    assert all(type(getattr(alloc, field)) is int for field in FIELDS)
+    for kind in (np.int32, np.uint64, np.array):
+        alloc = sgalloc.KVAllocator(*(kind(n) for n in FIELDS.values()), device="auto")
+        assert alloc.req_to_token.shape == (4, 16)
+        assert all(type(getattr(alloc, field)) is int for field in FIELDS)
 
 
 # -- all of it at once ---------------------------------------------------------------------------

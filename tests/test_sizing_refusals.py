@@ -234,6 +234,7 @@ def test_torch_tensors_that_are_no_host_integers() -> None:
         torch.tensor([1.0, 2.0], requires_grad=True),
         torch.tensor(1.0),
         torch.tensor(True),
+        [1, torch.tensor(True)],
     ):
         refused(TypeError, "committed", lambda v: watermarks(v, [1, 1], 1, 16), tensor)
     refused(ValueError, "committed", lambda v: watermarks(v, 1, 1, 16), torch.tensor([1, -1]))
@@ -264,6 +265,8 @@ def test_lengths_that_do_not_match(call: Callable[[], Any], counts: tuple[str, s
 @pytest.mark.parametrize(("name", "call"), PER_REQUEST[3:])
 def test_more_than_one_dimension(name: str, call: Callable[[Any], Any], value: Any) -> None:
     refused(ValueError, name, call, value, f"shape {np.shape(value)}")
+    if isinstance(value, list):  # rounding takes arrays of any shape, but no list of lists
+        refused(ValueError, "x", lambda v: ceil_align(v, 16), value, "shape (1, 2)")
 
 
 def test_a_length_below_its_prefix() -> None:

@@ -189,6 +189,7 @@ def test_torch_cpu_tensors_and_ranges() -> None:
     assert num_new_pages(range(3), torch.tensor([16, 17, 18]), 16) == 3
     assert ceil_align(torch.tensor([5]), 4).tolist() == [8]
     assert ceil_align(torch.tensor(5), 4) == 8
+    assert ceil_align([torch.tensor(5), np.array(3), 9], 4).tolist() == [8, 4, 12]
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -127,6 +127,7 @@ def test_exported_once_and_ordered_by_ready_each_step(
             expected.append(gathered(alloc, h, 0, alloc.allocated(h)))
             # The next step must not overtake the consumer, whom nobody has named so far.
             producer.wait_stream(consumer)
+            latches.let_the_rest_run()
             assert latch.held
             latch.open()
             torch.cuda.synchronize()

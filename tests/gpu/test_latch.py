@@ -49,6 +49,7 @@ def test_a_verb_returns_while_the_stream_is_held(verb: str, mode: str, latches: 
         latch = latches.hold(held)
         result = VERBS[verb].call(world)
         assert latch.held, f"{verb} waited for the GPU"
+        latches.let_the_rest_run()
         ready = getattr(result, "ready", None)
         if verb in LAUNCHING and ready is not None:
             assert not ready.query(), "what was queued is behind the latch"
@@ -229,6 +230,7 @@ def test_d9_a_row_is_reused_behind_its_last_reader(forward: str, ps: int, latche
         else:
             r2 = busy.recycle()
         assert latch.held, "the host waited for the forward"
+        latches.let_the_rest_run()
         latch.open()
         busy.verify(r2)
 
@@ -272,11 +274,13 @@ def test_what_waits_for_a_write_of_the_allocator_itself(latches: Latches) -> Non
         second.warm(64)
         latch = latches.hold(current)
         ready = busy.alloc.extend(busy.other, 16).ready
+        latches.let_the_rest_run()
         assert not ready.query() and not ready.done
         busy.alloc.release(busy.r1, after=ready)
         assert busy.alloc.stats().groups["full"].quarantined == 10
         with CURRENTS["torch default"]():
             late = second.extend(second.open(), 16, after=ready).ready
+        latches.let_the_rest_run()
         assert not late.query(), "it is behind the first allocator's write"
         assert latch.held
         latch.open()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import cupy
@@ -66,6 +65,7 @@ def test_a_step_runs_behind_the_streams_current_at_the_call(
         (h,) = alloc.open().tolist()
         latch = latches.hold(held)
         ready = alloc.extend(h, 3 * PS).ready
+        latches.let_the_rest_run()
         assert not ready.query(), "the step did not wait for the current stream"
         assert latch.held
         latch.open()
@@ -93,6 +93,7 @@ def test_a_step_runs_on_its_stream(stream: str, latches: Latches) -> None:
     (h,) = alloc.open().tolist()
     latch = latches.hold(held)
     ready = alloc.extend(h, 3 * PS).ready
+    latches.let_the_rest_run()
     assert not ready.query() and latch.held
     latch.open()
     runtime.deviceSynchronize()
@@ -108,6 +109,7 @@ def test_a_step_runs_behind_the_named_reader(stream: str, latches: Latches) -> N
     (h,) = alloc.open().tolist()
     latch = latches.hold(int(reader.ptr))
     ready = alloc.extend(h, PS).ready
+    latches.let_the_rest_run()
     assert not ready.query() and latch.held
     latch.open()
     runtime.deviceSynchronize()
@@ -132,6 +134,7 @@ def test_a_step_waits_for_the_event_it_was_given(
     plan = alloc.decode(h[0], 2 if grows else 1, after=event)
     assert plan.num_new_pages == grows
     later = alloc.extend(h[1], PS).ready
+    latches.let_the_rest_run()
     assert not later.query(), "the next step overtook the event"
     assert latch.held
     latch.open()
@@ -160,6 +163,7 @@ def test_ready_puts_a_reader_behind_the_write(stream: str, latches: Latches) -> 
         done = [event_behind(int(s.ptr), "cupy")[0] for s in sides]
         done.append(event_behind(int(torch_side.cuda_stream), "torch")[0])
         torch_events = [getattr(event, "query", None) for event in done]
+        latches.let_the_rest_run()
         for event, query in zip(done, torch_events, strict=True):
             assert not (query() if query is not None else event.done), "it did not wait"
         assert latch.held
@@ -182,6 +186,7 @@ def test_ready_by_its_handle(latches: Latches) -> None:
         with CURRENTS["cupy side"]() as current:
             ready.wait()
             second.read_on(current)
+            latches.let_the_rest_run()
             assert latch.held
             latch.open()
             ready.synchronize()
@@ -197,6 +202,7 @@ def test_ready_of_a_step_that_wrote_nothing_is_the_last_write(latches: Latches) 
         latch = latches.hold(held)
         alloc.extend(h, 5)
         ready = alloc.decode(h).ready
+        latches.let_the_rest_run()
         assert not ready.query() and latch.held
         latch.open()
         runtime.deviceSynchronize()
@@ -236,6 +242,7 @@ def test_a_gather_sees_the_write_before_it_from_another_stream(latches: Latches)
         alloc.extend(h, 2 * PS)
         with CURRENTS["cupy side"]():
             alloc.slots(h, 0, 2 * PS, out=out)
+            latches.let_the_rest_run()
             assert latch.held
             latch.open()
         assert np.array_equal(host(out), row_of(alloc, h))
@@ -369,9 +376,7 @@ def test_a_table_on_a_device_that_is_not_current(stream: str) -> None:
     twins.gpu.warm(1024)
     assert twins.gpu.device == "cuda:1" and twins.gpu.req_to_token.device.id == 1
     assert surroundings() == before
-    walk = Walk(twins, 9, True, ("cupy int32",))
-    walk.on_device = 1
-    with_device(lambda: walk.run(rounds=1))
+    Walk(twins, 9, True, ("cupy int32", "cupy int64")).run(rounds=2)
     assert surroundings() == before
 
 
@@ -387,9 +392,3 @@ def test_out_on_another_device_is_refused() -> None:
         assert runtime.getDevice() == 1
     runtime.deviceSynchronize()
     alloc.check(device=True)
-
-
-def with_device(call: Callable[[], Any]) -> None:
-    with cupy.cuda.Device(1):
-        call()
-    runtime.setDevice(0)

@@ -39,7 +39,7 @@ class Both(NamedTuple):
 class Out:
     """An array on the GPU, inside guards, and its twin on the CPU."""
 
-    def __init__(self, size: int, kind: str) -> None:
+    def __init__(self, size: int, kind: str, device: int = 0) -> None:
         library, name = kind.split()
         self._buffer: Any
         if library == "torch":
@@ -47,7 +47,8 @@ class Out:
             dtype = getattr(torch, name)
             self._buffer = torch.full((size + 2 * _GUARD,), _POISON, dtype=dtype, device="cuda")
         else:
-            self._buffer = cupy.full(size + 2 * _GUARD, _POISON, name)
+            with cupy.cuda.Device(device):
+                self._buffer = cupy.full(size + 2 * _GUARD, _POISON, name)
         self.gpu = self._buffer[_GUARD : _GUARD + size]
         self.cpu = np.full(size, _POISON, name)
 
@@ -65,11 +66,13 @@ class Out:
 
 def host(array: Any) -> NDArray[Any]:
     """A host copy of whatever array, behind all that is queued."""
-    runtime.deviceSynchronize()
     if isinstance(array, np.ndarray):
         return array.copy()
     if isinstance(array, cupy.ndarray):
-        return cupy.asnumpy(array)
+        with array.device:
+            runtime.deviceSynchronize()
+            return cupy.asnumpy(array)
+    runtime.deviceSynchronize()
     return np.asarray(array.cpu().numpy())
 
 
@@ -128,11 +131,13 @@ class Twins:
             kind: library and dtype of that.
             opens: whether it returns handles of requests that it opened.
         """
-        out = None if size is None else Out(size, kind)
+        index = self.gpu.req_to_token.device.id
+        out = None if size is None else Out(size, kind, index)
         device = self.gpu._core.device
         before = device.launches, device.copies
         # The out arrays were filled on whatever stream; the tests of order have no such wait.
-        runtime.deviceSynchronize()
+        with cupy.cuda.Device(index):
+            runtime.deviceSynchronize()
         cpu = self._one(self.cpu, do, out)
         gpu = self._one(self.gpu, do, out)
         after = device.launches, device.copies

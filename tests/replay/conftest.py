@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytest.register_assert_rewrite("replay.cli_support", "replay.engine_support")
+
 
 @pytest.fixture(autouse=True)
 def _restored_ctrl_c() -> Iterator[None]:

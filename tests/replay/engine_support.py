@@ -12,7 +12,6 @@ from sgalloc.replay.engine import Engine, Options
 from sgalloc.replay.recording import Recording
 from sgalloc.replay.requests import TraceRequest, Workload
 
-
 PAGE = 4
 SECOND = StepTime(base=1.0, per_prefill_token=0.0, per_request=0.0)
 """Every step takes one virtual second."""

@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from replay.cli_support import SMALL, SOUND, azure, figure, module, mooncake, replayed, sgalloc, text
+from replay.cli_support import (
+    SMALL,
+    SOUND,
+    azure,
+    figure,
+    module,
+    mooncake,
+    replayed,
+    sgalloc,
+    text,
+)
 
 from sgalloc import __version__
 from sgalloc.pages import PagePool

@@ -10,7 +10,6 @@ from replay.cli_support import SMALL, azure, figure, module, sgalloc
 
 from sgalloc.replay.engine import Engine
 
-
 # Bad usage
 
 

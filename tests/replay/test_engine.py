@@ -14,7 +14,6 @@ from sgalloc.replay.clock import StepTime
 from sgalloc.replay.engine import Options
 from sgalloc.sizing import SpecConfig
 
-
 # One request
 
 

@@ -10,7 +10,6 @@ from sgalloc.replay.engine import Engine, Options
 from sgalloc.replay.workload import generate
 from sgalloc.sizing import SpecConfig
 
-
 # Aborts
 
 

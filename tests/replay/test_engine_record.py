@@ -15,7 +15,6 @@ from sgalloc.replay.requests import Workload
 from sgalloc.replay.workload import generate
 from sgalloc.sizing import SpecConfig
 
-
 # The record
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from replay.engine_support import Release, column, engine, proven, req, run
 
-
 # Retraction
 
 
