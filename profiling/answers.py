@@ -323,7 +323,7 @@ def touch_table(found: Found) -> Table:
     return Table(
         "The first touch of memory, µs",
         f"One `extend` of {at['batch']} requests to {at['tokens']:,} tokens in a new allocator "
-        "with a table of 64 MiB. Median (p10–p90).",
+        "with a table of 64 MiB, in a process of its own. Median (p10–p90).",
         ["call", "µs"],
         [[record["name"].replace("warm()", "`warm()`"), spread(record)] for record in records],
         f"untouched memory makes the same call {times(cold / warm)} as long, "
