@@ -50,3 +50,11 @@ def test_the_two_commands_are_targets() -> None:
     for target in ("replay", "test"):
         assert f"make {target}" in (ROOT / "README.md").read_text(encoding="utf-8")
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_the_table_of_the_readme_is_what_the_results_say() -> None:
+    from profiling import headline
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert headline.filled(text) == text, "run python -m profiling.headline --write"
+    assert text.count("×") >= 8
