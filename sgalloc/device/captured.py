@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from sgalloc.device.kernels import THREADS, kernel
+from sgalloc.device.kernels import THREADS, Geometry, kernel
 from sgalloc.device.layout import fill
 from sgalloc.device.ready import DONE, Done
 from sgalloc.device.staging import HEADER_BYTES, SERIAL, Block, pinned
@@ -16,9 +16,6 @@ from sgalloc.device.streams import Handle, current_stream, stream_pointer
 from sgalloc.errors import WrongState
 from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Plan, Segments
-
-if TYPE_CHECKING:
-    from sgalloc.device.cuda import CudaDevice
 
 # Steps that may be staged before they are replayed.
 RING = 8
@@ -31,12 +28,16 @@ class CapturedUpdate:
     changes nothing. Up to `RING` steps may wait for their replays.
     """
 
-    def __init__(self, device: CudaDevice, apply: Any, max_pages: int) -> None:
+    def __init__(
+        self, device: int, geometry: Geometry, row_pages: int, apply: Any, max_pages: int
+    ) -> None:
         self._device = device
+        self._geometry = geometry
+        self._row_pages = row_pages
         self._apply = apply
         self._max_pages = max_pages
         size = -(-(HEADER_BYTES + 16 * max_pages) // 128) * 128
-        with cupy.cuda.Device(device.index):
+        with cupy.cuda.Device(device):
             self._stride = size
             self._keep, ring = pinned(size * RING)
             self._blocks = [
@@ -55,10 +56,10 @@ class CapturedUpdate:
 
         Outside of a capture it applies one staged step at once.
         """
-        pointer = current_stream(self._device.index) if stream is None else stream_pointer(stream)
-        geometry = self._device.geometry
+        pointer = current_stream(self._device) if stream is None else stream_pointer(stream)
+        geometry = self._geometry
         tile = geometry.tile_for(self._max_pages)
-        kernel("replay_pages", self._device.index)(
+        kernel("replay_pages", self._device)(
             (geometry.blocks(self._max_pages, tile),),
             (THREADS,),
             (
@@ -101,7 +102,7 @@ class CapturedUpdate:
         """Lay the step out in the ring."""
         if pages is not None:
             block = self._blocks[self._staged % RING]
-            fill(block, pages, ids, None, 0, self._device.row_pages)
+            fill(block, pages, ids, None, 0, self._row_pages)
             self._staged = (self._staged + 1) % (1 << 32)
             # Written last: it tells the kernel that the step is whole.
             block.words[SERIAL] = np.uint32(self._staged).view(np.int32)

@@ -11,7 +11,7 @@ from cupy.cuda import runtime
 
 from sgalloc.device.captured import CapturedUpdate
 from sgalloc.device.exported import Exported
-from sgalloc.device.kernels import THREADS, TILE_REQUESTS, Geometry, kernel
+from sgalloc.device.kernels import THREADS, Geometry, kernel
 from sgalloc.device.layout import (
     SMALL_BYTES,
     SMALL_GATHERED,
@@ -24,8 +24,9 @@ from sgalloc.device.layout import (
 )
 from sgalloc.device.order import StreamOrder
 from sgalloc.device.ready import DONE, Done
+from sgalloc.device.scan import Scan
 from sgalloc.device.staging import HEADER_BYTES, Ring, Slot, Spare
-from sgalloc.device.streams import Handle, Ready, new_stream
+from sgalloc.device.streams import Handle, Ready, current_device, new_stream
 from sgalloc.errors import WrongState
 from sgalloc.inputs import Int64
 from sgalloc.pages import Int32
@@ -42,8 +43,6 @@ ROUNDS_FROM = 1 << 62
 # Pages of one step that `warm` provides for, unless told otherwise.
 DEFAULT_MAX_PAGES = 1 << 21
 _RELAXED = 2
-# Up to so many requests page_watermarks may take tiles of the least size.
-_FEW = 1 << 16
 
 
 class Out(NamedTuple):
@@ -102,7 +101,7 @@ class CudaDevice:
         self._large: Ring | None = None
         self._spare: Spare | None = None
         self._large_bytes = 0
-        self._scan: _Scan | None = None
+        self._scan: Scan | None = None
         self._last: Ready | None = None
         self.launches = 0
         self.copies = 0
@@ -140,7 +139,7 @@ class CudaDevice:
             if self._small is None:
                 self._small = Ring(self._make_small, _SMALL_SLOTS, _SMALL_CAP)
                 self._spare = Spare(self._make_small, _SPARE_SLOTS)
-                self._scan = _Scan(self._max_requests)
+                self._scan = Scan(self._max_requests)
                 for name in ("page_watermarks", "export_pages", "replay_pages"):
                     kernel(name, self.index)
             if wanted > self._large_bytes:
@@ -300,7 +299,7 @@ class CudaDevice:
         with cupy.cuda.Device(self.index):
             if self._small is None:
                 self.warm()
-            return CapturedUpdate(self, apply, max_pages)
+            return CapturedUpdate(self.index, self.geometry, self.row_pages, apply, max_pages)
 
     # -- gathers -----------------------------------------------------------------------------
 
@@ -364,7 +363,7 @@ class CudaDevice:
         n = rows.size
         each = reserve.ndim > 0
         size = HEADER_BYTES + 4 * (n * (4 if each else 3) + ids.size) + 64
-        with _Current(self.index):
+        with current_device(self.index):
             if self._small is None:
                 self.warm()
             if size > self._large_bytes:
@@ -432,7 +431,7 @@ class CudaDevice:
         """Write the page ids of ``rows`` from the table into ``into``. See `Device.export`."""
         n = rows.size
         size = HEADER_BYTES + 4 * (3 * n + 1) + 64
-        with _Current(self.index):
+        with current_device(self.index):
             if self._large is None:
                 self.warm()
             stream, _, quiet = self._order.enter(None)
@@ -478,7 +477,7 @@ class CudaDevice:
 
     def capturing(self) -> bool:
         """Whether a capture is under way, in which no event may be polled."""
-        with _Current(self.index):
+        with current_device(self.index):
             return self._order.capturing()
 
     # -- counters --------------------------------------------------------------------------
@@ -492,44 +491,3 @@ class CudaDevice:
             sum(ring.waits for ring in rings),
             sum(ring.grows for ring in rings),
         )
-
-
-class _Scan:
-    """State of the single-pass scan; never cleared, since every launch has an epoch."""
-
-    def __init__(self, max_requests: int) -> None:
-        tiles = max(-(-max_requests // TILE_REQUESTS), -(-min(max_requests, _FEW) // 32))
-        self._words = cupy.zeros(tiles, cupy.uint64)
-        self._ticket = cupy.zeros(1, cupy.uint32)
-        self._taken = 0
-        self._epoch = 0
-
-    def begin(self, stream: int) -> tuple[int, int, int, int]:
-        """Words, ticket, tickets taken before, and the epoch of a launch on ``stream``."""
-        self._epoch += 1
-        if self._epoch >= 1 << 30:
-            runtime.memsetAsync(self._words.data.ptr, 0, self._words.nbytes, stream)
-            self._epoch = 1
-        return self._words.data.ptr, self._ticket.data.ptr, self._taken, self._epoch
-
-    def launched(self, tiles: int) -> None:
-        """Note that ``tiles`` blocks take a ticket each; a launch that failed takes none."""
-        self._taken = (self._taken + tiles) % (1 << 32)
-
-
-class _Current:
-    """Make a device current, and restore the one that was."""
-
-    __slots__ = ("_before", "_wanted")
-
-    def __init__(self, wanted: int) -> None:
-        self._wanted = wanted
-
-    def __enter__(self) -> None:
-        self._before = runtime.getDevice()
-        if self._before != self._wanted:
-            runtime.setDevice(self._wanted)
-
-    def __exit__(self, *_: object) -> None:
-        if self._before != self._wanted:
-            runtime.setDevice(self._before)

@@ -153,3 +153,21 @@ class Ready:
     def synchronize(self) -> None:
         """Let the host wait for the write."""
         runtime.eventSynchronize(self.ptr)
+
+
+class current_device:
+    """Make a device current, and restore the one that was."""
+
+    __slots__ = ("_before", "_wanted")
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        self._before = runtime.getDevice()
+        if self._before != self._wanted:
+            runtime.setDevice(self._wanted)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._wanted:
+            runtime.setDevice(self._before)
