@@ -23,7 +23,8 @@ class FakeCudaError(RuntimeError):
 
 
 def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, None)
 
 
 def cupy_that_counts(monkeypatch: pytest.MonkeyPatch, answer: int | str) -> None:
@@ -98,7 +99,21 @@ def test_the_cpu_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cuda:x", "tpu", "cpu:1", "cuda:-1", "cuda:1.5", "auto:0", "CUDA", "gpu", "", " cpu"]
+    "name",
+    [
+        "cuda:x",
+        "cuda:",
+        "cpu:",
+        "tpu",
+        "cpu:1",
+        "cuda:-1",
+        "cuda:1.5",
+        "auto:0",
+        "CUDA",
+        "gpu",
+        "",
+        " cpu",
+    ],
 )
 def test_a_name_that_is_none_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     no_cupy(monkeypatch)

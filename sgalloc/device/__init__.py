@@ -116,8 +116,8 @@ def open_device(
     """
     if not isinstance(name, str):
         raise TypeError(f"device must be a string such as 'cpu' or 'cuda:0', got {name!r}")
-    kind, _, number = name.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (number and (kind != "cuda" or not number.isdigit())):
+    kind, colon, number = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (colon and (kind != "cuda" or not number.isdigit())):
         raise ValueError(f"device {name!r} is unknown: use 'cpu', 'cuda', 'cuda:N' or 'auto'")
     missing = None if kind == "cpu" else cuda_missing()
     if kind == "cpu" or (kind == "auto" and missing is not None):

@@ -9,6 +9,7 @@ from typing import Any
 
 import cupy
 import pytest
+from cupy.cuda import runtime
 
 
 class Foreign:
@@ -104,22 +105,6 @@ STREAMS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-def event_behind(stream: int, kind: str) -> Any:
-    """An event recorded on ``stream`` now: CuPy's, torch's, or a CuPy one and its raw handle.
-
-    Returns:
-        What to pass as ``after=``, and the object to keep.
-    """
-    if kind == "torch":
-        torch = cuda_torch()
-        event = torch.cuda.Event()
-        event.record(torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream())
-        return event, event
-    owner = cupy.cuda.Event(disable_timing=True)
-    owner.record(cupy.cuda.Stream.from_external(Raw(stream)))
-    return (int(owner.ptr) if kind == "raw" else owner), owner
-
-
 class Raw:
     """A raw handle that knows the stream protocol."""
 
@@ -130,6 +115,26 @@ class Raw:
         return (0, self.handle)
 
 
-def as_cupy(handle: int) -> Any:
-    """CuPy's object for a raw handle."""
-    return cupy.cuda.Stream.from_external(Raw(handle))
+def event_behind(stream: int, kind: str) -> tuple[Any, Any]:
+    """An event recorded on ``stream`` now: torch's, CuPy's, or the raw handle of a CuPy one.
+
+    Returns:
+        What to pass as ``after=``, and the object to keep.
+    """
+    if kind == "torch":
+        torch = cuda_torch()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream())
+        return event, event
+    owner = cupy.cuda.Event(disable_timing=True)
+    runtime.eventRecord(owner.ptr, stream)
+    return (int(owner.ptr) if kind == "raw" else owner), owner
+
+
+# Under which current stream, and on which of its own, an allocator writes.
+MODES = {
+    "one stream, torch's default": ("torch default", "current"),
+    "one stream, torch's side": ("torch side", "current"),
+    "one stream, CuPy's side": ("cupy side", "current"),
+    "plan stream": ("torch side", "plan"),
+}

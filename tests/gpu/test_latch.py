@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,24 +17,15 @@ import cupy
 import numpy as np
 import pytest
 from cupy.cuda import runtime
-from gpu.currents import CURRENTS, STREAMS, as_cupy, event_behind
+from gpu.currents import CURRENTS, MODES, STREAMS, Raw, event_behind
 from gpu.latch import Latches, copy_entries
-from gpu.naive import NaiveTables, row_entries
-from gpu.twins import host
+from gpu.naive import row_entries
+from gpu.twins import host, verify_rows
 from gpu.verbs import LAUNCHING, VERBS, World
-from host_support import open_handles
 
 import sgalloc
 
 # -- no verb waits -------------------------------------------------------------------------------
-
-# Under which current stream, and on which of its own, an allocator writes.
-MODES = {
-    "one stream, torch's default": ("torch default", "current"),
-    "one stream, torch's side": ("torch side", "current"),
-    "one stream, CuPy's side": ("cupy side", "current"),
-    "plan stream": ("torch side", "plan"),
-}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -78,7 +67,7 @@ def test_a_step_larger_than_was_provided_for_returns(mode: str, latches: Latches
         assert latch.held
         assert alloc.stats().staging.grows > grown
         latch.open()
-        verify(alloc)
+        verify_rows(alloc)
 
 
 FIRST_TIME = """
@@ -214,7 +203,7 @@ def test_d9_a_row_is_reused_behind_its_last_reader(forward: str, ps: int, latche
     where = FORWARDS[forward]
     keep: list[Any] = []
     with CURRENTS[where.current]() as stream:
-        reader = as_cupy(stream) if where.reader else None
+        reader = Raw(stream) if where.reader else None
         busy = Busy(ps, stream=STREAMS[where.stream](keep), reader=reader)
         latch = latches.hold(stream)
         busy.read_on(stream)
@@ -300,138 +289,6 @@ def test_an_event_that_is_done_waits_for_nothing() -> None:
     assert busy.alloc.available() == 100
 
 
-# -- D10: staging memory -------------------------------------------------------------------------
-
-
-def verify(alloc: sgalloc.KVAllocator, naive: NaiveTables | None = None) -> None:
-    """The table is what the naive writer has, where it is law."""
-    runtime.deviceSynchronize()
-    naive = naive or NaiveTables(alloc.max_requests, alloc.row_width, alloc.page_size)
-    found = host(alloc.req_to_token)
-    handles = open_handles(alloc)
-    naive.write(alloc, handles)
-    for row, held in zip(alloc.rows(handles), alloc.allocated(handles), strict=True):
-        wrong = (found[row, :held] != naive.table[row, :held]).nonzero()[0]
-        assert not wrong.size, f"row {row} is wrong from column {wrong[0]} on"
-    assert not found[0].any()
-    alloc.check(device=True)
-
-
-def queue(alloc: sgalloc.KVAllocator, rng: np.random.Generator, steps: int, pages: int) -> None:
-    """So many applies with other contents each; the second half takes the rows once more."""
-    rows = steps // 2
-    for _ in range(2):
-        handles = open_handles(alloc)
-        alloc.release(handles[:rows])
-        fresh = alloc.open(rows)
-        for handle in rng.permutation(fresh).tolist():
-            length = alloc.page_size * int(rng.integers(pages - pages // 4, pages + 1))
-            alloc.apply(alloc.plan(extend=(handle, length)))
-
-
-@pytest.mark.parametrize("mode", ["one stream, torch's side", "one stream, torch's default",
-                                  "one stream, CuPy's side", "plan stream"])  # fmt: skip
-@pytest.mark.parametrize("ps", [1, 16])
-def test_d10_staging_memory_is_not_rewritten_while_it_is_read(
-    ps: int, mode: str, latches: Latches
-) -> None:
-    """64 applies behind a held stream, twenty times: more than any ring has slots at first."""
-    current, stream = MODES[mode]
-    rng = np.random.default_rng(ps)
-    with CURRENTS[current]() as held:
-        alloc = sgalloc.KVAllocator(
-            64 * 12, ps, 32, 12 * ps, device="cuda", stream=STREAMS[stream]([])
-        )
-        alloc.warm(1024)
-        alloc.extend(alloc.open(32), ps)
-        slots = alloc.stats().staging.slots
-        grown = []
-        for _ in range(20):
-            latch = latches.hold(held)
-            queue(alloc, rng, 64, 12)
-            assert latch.held, "an apply waited for the GPU"
-            latch.open()
-            verify(alloc)
-            grown.append(alloc.stats().staging.grows)
-    staging = alloc.stats().staging
-    assert staging.waits == 0
-    assert grown[0] > 0 and staging.slots == slots + grown[-1], "the ring grew"
-    assert grown[-1] == grown[0], "and is then large enough"
-
-
-@pytest.mark.parametrize("mode", ["one stream, torch's side", "plan stream"])
-def test_d10_of_large_steps(mode: str, latches: Latches) -> None:
-    """Steps that are copied: as many as the ring of large slots may hold."""
-    current, stream = MODES[mode]
-    rng = np.random.default_rng(1)
-    with CURRENTS[current]() as held:
-        alloc = sgalloc.KVAllocator(
-            20_000, 2, 4, 2 * 2400, device="cuda", stream=STREAMS[stream]([])
-        )
-        alloc.warm(4096)
-        alloc.extend(alloc.open(4), 2)
-        large = alloc._core.device._large
-        before = len(large)
-        for _ in range(5):
-            latch = latches.hold(held)
-            queue(alloc, rng, 8, 2400)
-            assert latch.held
-            latch.open()
-            verify(alloc)
-    assert alloc.stats().staging.waits == 0
-    assert len(large) > before and alloc._core.device._large is large
-
-
-@pytest.mark.parametrize("ring", ["_small", "_large"])
-def test_at_its_cap_the_ring_waits_and_counts_it(ring: str, latches: Latches) -> None:
-    """The wait ends when the slot's reader is done, and nothing was overwritten."""
-    pages = 1 if ring == "_small" else 1500
-    with CURRENTS["torch side"]() as held:
-        alloc = sgalloc.KVAllocator(100_000, 2, 40, 4000, device="cuda")
-        alloc.warm(2048)
-        slots = getattr(alloc._core.device, ring)
-        slots._cap = len(slots)
-        h = alloc.open(len(slots) + 1).tolist()
-        latch = latches.hold(held)
-        for handle in h[:-1]:
-            alloc.extend(handle, 2 * pages)
-        assert latch.held and slots.waits == 0
-        seen: list[bool] = []
-
-        def let_go() -> None:
-            guard = time.monotonic() + 20
-            while not slots.waits and time.monotonic() < guard:
-                time.sleep(0.001)
-            seen.append(latch.held)
-            latch.open()
-
-        opener = threading.Thread(target=let_go)
-        opener.start()
-        alloc.extend(h[-1], 2 * pages)
-        opener.join()
-        assert seen == [True], "it waited while the stream was held"
-        staging = alloc.stats().staging
-        assert (staging.waits, staging.grows) == (1, 0)
-        verify(alloc)
-
-
-def test_slots_of_other_streams_are_guarded_too(latches: Latches) -> None:
-    """Steps go to a held stream and to a free one in turn; the free one's slots come round."""
-    with CURRENTS["torch side"]() as held:
-        alloc = sgalloc.KVAllocator(4000, 4, 100, 64, device="cuda")
-        alloc.warm(256)
-        h = alloc.open(100).tolist()
-        latch = latches.hold(held)
-        for handle in h[:50]:
-            alloc.extend(handle, 9)
-        with CURRENTS["cupy blocking side"]():
-            for handle in h[50:]:
-                alloc.extend(handle, 13)
-        assert latch.held
-        latch.open()
-        verify(alloc)
-
-
 # -- what else is promised while a stream is held ------------------------------------------------
 
 
@@ -462,7 +319,7 @@ def test_a_refusal_returns_and_queues_nothing(
             alloc.available(),
         )
         latch.open()
-        verify(alloc)
+        verify_rows(alloc)
 
 
 def test_a_call_that_waits_is_noticed(latches: Latches) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cupy.cuda import runtime
 from cupy.cuda import stream as cupy_stream
-from gpu.currents import CURRENTS, STREAMS, Foreign, Raw, as_cupy, cuda_torch, event_behind
+from gpu.currents import CURRENTS, STREAMS, Foreign, cuda_torch, event_behind
 from gpu.latch import Latches, copy_entries, spin
 from gpu.naive import row_entries
 from gpu.twins import Twins, host
@@ -302,14 +302,18 @@ def test_a_refusal_leaves_everything_current_as_it_was(stream: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["stream", "reader"])
-@pytest.mark.parametrize("bad", ["side", 1.5, True, -1, object(), b"plan"], ids=repr)
+@pytest.mark.parametrize(
+    "bad", ["side", 1.5, True, -1, object(), b"plan"], ids=lambda bad: type(bad).__name__
+)
 def test_what_is_no_stream_is_refused(where: str, bad: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="stream") as caught:
         make(**{where: bad})
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("bad", ["event", 1.5, True, 0, -3, object()], ids=repr)
+@pytest.mark.parametrize(
+    "bad", ["event", 1.5, True, 0, -3, object()], ids=lambda bad: type(bad).__name__
+)
 def test_what_is_no_event_is_refused(bad: Any) -> None:
     alloc = make()
     (h,) = alloc.open().tolist()
@@ -358,7 +362,6 @@ def test_the_caller_may_let_go_of_the_stream_object() -> None:
     alloc.extend(h, 5)
     runtime.deviceSynchronize()
     alloc.check(device=True)
-    assert as_cupy(7).ptr == Raw(7).handle == 7
 
 
 # -- several GPUs --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 from cupy.cuda import runtime
 from gpu.currents import cuda_torch
 from gpu.naive import NaiveTables
+from host_support import open_handles
 from numpy.typing import NDArray
 
 import sgalloc
@@ -236,3 +237,16 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert array.dtype == ours.dtype and np.array_equal(array, ours)
     else:
         assert ours == theirs
+
+
+def verify_rows(alloc: sgalloc.KVAllocator) -> None:
+    """Every open row on the GPU is what the naive writer has, up to A; row 0 is zeros."""
+    found = host(alloc.req_to_token)
+    naive = NaiveTables(alloc.max_requests, alloc.row_width, alloc.page_size)
+    handles = open_handles(alloc)
+    naive.write(alloc, handles)
+    for row, held in zip(alloc.rows(handles), alloc.allocated(handles), strict=True):
+        wrong = (found[row, :held] != naive.table[row, :held]).nonzero()[0]
+        assert not wrong.size, f"row {row} is wrong from column {wrong[0]} on"
+    assert not found[0].any()
+    alloc.check(device=True)
