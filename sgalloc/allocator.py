@@ -71,6 +71,7 @@ class KVAllocator(Holdings):
         max_requests: int,
         row_width: int,
         device: str = "auto",
+        *,
         prefix_cache: bool = False,
         stream: Any = None,
         reader: Any = None,
@@ -110,8 +111,6 @@ class KVAllocator(Holdings):
         self._make_plan = Plan
         if ranges.listening():
             self._listen(pool)
-
-    # -- what is held ----------------------------------------------------------------------
 
     # -- opening ---------------------------------------------------------------------------
 
@@ -178,7 +177,7 @@ class KVAllocator(Holdings):
             rows, start, cur = self._ledger.holding(x)
             stop = self._extend_stop(rows, start, lengths)
             self._core.settle()
-            plan = self._make_plan(self._ledger, rows, start, cur, stop, settling=rows)
+            plan = self._make_plan(self._ledger, rows, start, cur, stop, committing=rows)
             growing.apply(self._core, plan, out, after)
         except AllocError as refusal:
             self._count(refusal)
@@ -197,7 +196,7 @@ class KVAllocator(Holdings):
             stop = start + _operand(tokens, rows.size, "tokens")
             self._core.settle()
             plan = self._make_plan(
-                self._ledger, rows, start, cur, stop, settling=rows, decoding=rows
+                self._ledger, rows, start, cur, stop, committing=rows, decoding=rows
             )
             growing.apply(self._core, plan, out, after)
         except AllocError as refusal:
@@ -384,8 +383,6 @@ class KVAllocator(Holdings):
             whole_number(max_pages, "max_pages", 1)
         self._ledger.warm()
         self._core.device.warm(max_pages)
-
-    # -- asking ----------------------------------------------------------------------------
 
     # -- inside ----------------------------------------------------------------------------
 

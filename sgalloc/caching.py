@@ -81,15 +81,19 @@ class PrefixCache:
         """
         try:
             rows = self._ledger.rows_of(x)
+            prepared = self.prepare(rows, token_sequences(tokens, rows.size, names_one(x)))
+            event = self._quarantine.pending(after)
+            self._quarantine.settle()
+            # Whatever can fail comes before the first change of host state.
+            twins = self._twins(prepared)
+            shared = self._ledger.shared[[one.row for one in prepared]] if prepared else rows[:0]
+            self._write(np.array([one.row for one in prepared], np.int64), shared, twins)
         except AllocError as refusal:
             self._count(refusal)
             raise
-        prepared = self.prepare(rows, token_sequences(tokens, rows.size, names_one(x)))
-        event = self._quarantine.pending(after)
-        self._quarantine.settle()
         self.tree.tick()
-        for one in prepared:
-            self._publish(one, event)
+        for one, ids in zip(prepared, twins, strict=True):
+            self._publish(one, ids, event)
 
     def clear(self) -> int:
         """Evict every page that no request holds; how many these were."""
@@ -211,20 +215,40 @@ class PrefixCache:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _publish(self, one: Prepared, event: Any) -> None:
+    def _twins(self, prepared: list[Prepared]) -> list[Int32]:
+        """For each request the cached pages that take the place of its own; nothing changes.
+
+        A request also meets those before it in the same call, which are not in the tree yet.
+        """
+        ledger, size = self._ledger, self._ledger.page_size
+        coming: dict[tuple[Any, bytes], list[tuple[Int64, Int32]]] = {}
+        twins = []
+        for one in prepared:
+            name, shared = ledger.namespace.get(one.row), int(ledger.shared[one.row])
+            node, matched = self.tree.common(name, one.tokens)
+            known = self.tree.pages_to(node)[:matched]
+            alike = coming.setdefault((name, one.tokens[:size].tobytes()), [])
+            for tokens, pages in alike:
+                length = min(tokens.size, one.tokens.size)
+                differs = (tokens[:length] != one.tokens[:length]).nonzero()[0]
+                common = (int(differs[0]) if differs.size else length) // size
+                if common > known.size:
+                    known = pages[:common]
+            own = ledger.pages[one.row, : one.pages]
+            alike.append((one.tokens, np.concatenate((known, own[known.size :]))))
+            twins.append(known[shared:])
+        return twins
+
+    def _publish(self, one: Prepared, twins: Int32, event: Any) -> None:
         ledger, row = self._ledger, one.row
         shared = int(ledger.shared[row])
         if one.pages <= shared:
             if one.pages:
                 self.tree.match(ledger.namespace.get(row), one.tokens)
             return
-        known, matched = self.tree.common(ledger.namespace.get(row), one.tokens)
-        twins = self.tree.pages_to(known)[shared:matched]
         duplicates = ledger.pages[row, shared : shared + twins.size].copy()
-        if twins.size:
-            self._write(np.array([row]), np.array([shared]), [twins])
-        node, _ = self.enter(one)
-        assert node is not None
+        node, matched = self.enter(one)
+        assert node is not None and matched == shared + twins.size
         old = self.holds.pop(row, None)
         self._hold(row, node)
         if old is not None:
@@ -260,8 +284,14 @@ def checked_namespace(namespace: Any) -> Any:
     Raises:
         TypeError: neither None, an int, a str nor bytes.
     """
-    if namespace is None or type(namespace) in (int, str, bytes):
-        return namespace
-    if isinstance(namespace, np.integer):
+    if namespace is None:
+        return None
+    # Subclasses, such as the members of an enum, are taken as what they are.
+    if isinstance(namespace, str):
+        return str(namespace)
+    if isinstance(namespace, bytes):
+        return bytes(namespace)
+    odd = isinstance(namespace, (bool, np.bool_, np.timedelta64))
+    if isinstance(namespace, (int, np.integer)) and not odd:
         return int(namespace)
     raise TypeError(f"namespace must be None, an int, a str or bytes, got {namespace!r}")

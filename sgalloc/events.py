@@ -16,10 +16,7 @@ def is_done(event: Any) -> bool:
         return bool(query())
     done = getattr(event, "done", None)
     if done is None:
-        raise TypeError(
-            f"after= needs an event with query() or done, got {event!r}: "
-            "pass the event that follows the last reader"
-        )
+        raise _not_pollable(event)
     return bool(done() if callable(done) else done)
 
 
@@ -29,6 +26,14 @@ def pollable(event: Any) -> Any:
     Raises:
         TypeError: it has neither ``query()`` nor ``done``.
     """
-    if not callable(getattr(event, "query", None)) and not hasattr(type(event), "done"):
-        return is_done(event) or event
-    return event
+    own = getattr(event, "__dict__", {})
+    if callable(getattr(event, "query", None)) or "done" in own or hasattr(type(event), "done"):
+        return event
+    raise _not_pollable(event)
+
+
+def _not_pollable(event: Any) -> TypeError:
+    return TypeError(
+        f"after= needs an event with query() or done, got {event!r}: "
+        "pass the event that follows the last reader"
+    )

@@ -49,8 +49,8 @@ def apply(core: Core, plan: Plan, out: Any, after: Any, writer: Writer | None = 
             core.evict(victims, leaving)
         pool.take(ids, growth.page_rows())
         ledger.grow(growth.rows, growth.where, ids, plan.extents)
-    if plan.settling is not None:
-        ledger.settle_at(plan.settling, plan.stop[: plan.settling.size])
+    if plan.committing is not None:
+        ledger.commit_to(plan.committing, plan.stop[: plan.committing.size])
     if plan.decoding is not None:
         ledger.step(plan.decoding)
     plan.fits = True

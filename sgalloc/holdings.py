@@ -89,6 +89,7 @@ class Holdings:
             raise ValueError("this allocator has no prefix cache: make it with prefix_cache=True")
         return self._core.prefix
 
+    @counted
     def batch(self, x: Any) -> Batch:
         """What a decode loop keeps: ``x`` looked up once."""
         if isinstance(x, Batch):
@@ -96,22 +97,27 @@ class Holdings:
             x = x.handles
         return Batch(self._ledger, x)
 
+    @counted
     def rows(self, x: Any) -> Int32:
         """Rows of the table, int32 ``(n,)``."""
         return self._ledger.rows_of(x).astype(np.int32)
 
+    @counted
     def committed(self, x: Any) -> Int64:
         """C, tokens, int64 ``(n,)``."""
         return self._ledger.committed.take(self._ledger.rows_of(x))
 
+    @counted
     def allocated(self, x: Any) -> Int64:
         """A, tokens, int64 ``(n,)``."""
         return self._ledger.allocated.take(self._ledger.rows_of(x))
 
+    @counted
     def decode_index(self, x: Any) -> Int64:
         """Decode steps taken, int64 ``(n,)``."""
         return self._ledger.decode_steps.take(self._ledger.rows_of(x))
 
+    @counted
     def pages(self, handle: Any, start: int = 0, stop: int | None = None) -> Int32:
         """Page ids of the tokens ``[start, stop)`` of one request, int32, from the ledger.
 
@@ -181,6 +187,7 @@ class Holdings:
             raise ValueError(f"there is no group {group!r}: this allocator has 'full'")
         return self._core.pool.free + (self._core.evictable if counting_cache else 0)
 
+    @counted
     def fits(
         self, plan_or_lengths: Any, after_releasing: Any = (), counting_cache: bool = True
     ) -> bool:
@@ -215,7 +222,7 @@ class Holdings:
         )
 
     def stats(self) -> Stats:
-        """A frozen snapshot of absolute numbers, in time that grows with open rows alone."""
+        """A frozen snapshot of absolute numbers, in time that grows with ``max_requests``."""
         pool, ledger, tree = self._core.pool, self._ledger, self._core.tree
         cached = tree.cached if tree is not None else 0
         group = GroupStats(
@@ -242,6 +249,7 @@ class Holdings:
             staging=StagingStats(*self._core.device.staging),
         )
 
+    @counted
     def runs(self, x: Any = None) -> Runs:
         """How contiguous the page ids of ``x`` (all open requests if None) are."""
         rows = self._ledger.live() if x is None else self._ledger.rows_of(x)

@@ -217,7 +217,7 @@ class Ledger:
         self.allocated[rows] = allocated
         self.version += 1
 
-    def settle_at(self, rows: Int64, lengths: Int64) -> None:
+    def commit_to(self, rows: Int64, lengths: Int64) -> None:
         """C = ``lengths`` (tokens), which A covers already."""
         self.committed[rows] = lengths
         self.version += rows.size > 0
@@ -237,7 +237,7 @@ class Ledger:
                 f"row {rows[at]} would be committed to {after[at]} tokens, but "
                 f"{allocated[at]} are allocated: reserve or extend first"
             )
-        self.settle_at(rows, after)
+        self.commit_to(rows, after)
         if type(x) is Batch:
             x.moved(after, allocated)
 
@@ -303,6 +303,8 @@ class Batch:
     def __init__(self, ledger: Ledger, handles: Any) -> None:
         self.handles: Int64 = int64_array(handles, "handles").copy()
         self.rows: Int64 = ledger.rows_of(self.handles)
+        # Plans show the rows, too.
+        self.handles.flags.writeable = self.rows.flags.writeable = False
         self._ledger = ledger
         self._epoch = ledger.epoch
         self._version = -1

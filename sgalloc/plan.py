@@ -81,6 +81,7 @@ class Plan:
     """
 
     __slots__ = (
+        "committing",
         "cur",
         "decoding",
         "extents",
@@ -92,7 +93,6 @@ class Plan:
         "nxt",
         "ready",
         "rows",
-        "settling",
         "start",
         "stop",
         "version",
@@ -105,7 +105,7 @@ class Plan:
         start: Int64,
         cur: Int64,
         stop: Int64,
-        settling: Int64 | None = None,
+        committing: Int64 | None = None,
         decoding: Int64 | None = None,
     ) -> None:
         """Plan for ``rows`` to cover ``stop`` tokens each.
@@ -116,7 +116,7 @@ class Plan:
             start: C now, int64 ``(n,)``.
             cur: A now, int64 ``(n,)``.
             stop: tokens to cover, int64 ``(n,)``.
-            settling: the rows whose C becomes their ``stop`` when the plan is applied: the
+            committing: the rows whose C becomes their ``stop`` when the plan is applied: the
                 first so many of ``rows``.
             decoding: the rows that count a decode step.
 
@@ -127,7 +127,7 @@ class Plan:
         self.rows = rows
         self.start = start
         self.stop = stop
-        self.settling = settling
+        self.committing = committing
         self.decoding = decoding
         self.version = ledger.version
         self.fits = True
@@ -209,13 +209,13 @@ def mixed_plan(
         raise ValueError(
             f"row {rows[twice]} stands in two parts of one plan: name each request once"
         )
-    settling = rows.size - (reserve[0].size if reserve is not None else 0)
+    committing = rows.size - (reserve[0].size if reserve is not None else 0)
     return make(
         ledger,
         rows,
         ledger.committed.take(rows),
         ledger.allocated.take(rows),
         stop,
-        settling=rows[:settling] if settling else None,
+        committing=rows[:committing] if committing else None,
         decoding=decode[0] if decode is not None else None,
     )

@@ -47,6 +47,7 @@ class Quarantine:
         """
         if after is None:
             return None
+        after = self._device.event(after)
         if self._device.capturing():
             return pollable(after)
         return None if is_done(after) else after

@@ -95,8 +95,9 @@ def _give_back(
     core: Core, ids: Int32, owners: Int64, rows: Int64, nodes: list[Node], event: Any
 ) -> None:
     if event is not None:
-        core.pool.hand_over(ids, owners, WAITING)
-        core.quarantine.add(event, ids, rows, nodes)
+        if ids.size or rows.size or nodes:
+            core.pool.hand_over(ids, owners, WAITING)
+            core.quarantine.add(event, ids, rows, nodes)
         return
     core.pool.give(ids, owners)
     for node in nodes:

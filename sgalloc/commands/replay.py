@@ -97,7 +97,7 @@ _OPTION_OF = {
     help="Speculative decoding.",
 )
 @click.option("--steps", type=int, help="Draft steps.  [default: 3 for eagle and ngram]")
-@click.option("--topk", type=int, default=1, show_default=True, help="Branches of a draft tree.")
+@click.option("--topk", type=int, help="Branches of a draft tree.  [default: 1]")
 @click.option(
     "--draft-tokens",
     type=int,
@@ -195,7 +195,7 @@ def _on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
 def _refuse_idle(given: dict[str, Any]) -> None:
     """Options that would do nothing beside the others given."""
     if given["spec"] == "none":
-        for name in ("steps", "draft_tokens", "accept"):
+        for name in ("steps", "topk", "draft_tokens", "accept"):
             if given[name] is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is for speculation: add --spec")
     if given["share_partial"] and not given["cache_only"]:
@@ -221,7 +221,13 @@ def _pages(given: dict[str, Any], page_size: int) -> int:
         return int(given["pages"])
     if not 0 < given["pool_gib"] <= 1 << 20:
         raise ValueError(f"--pool-gib is {given['pool_gib']}: give the GiB that hold the KV")
-    return int(given["pool_gib"] * _GIB / given["bytes_per_token"] / page_size)
+    pages = int(given["pool_gib"] * _GIB / given["bytes_per_token"] / page_size)
+    if not pages:
+        raise ValueError(
+            f"--pool-gib {given['pool_gib']:g} holds no page of --page-size {page_size} at "
+            f"--bytes-per-token {given['bytes_per_token']}: give more memory or smaller pages"
+        )
+    return pages
 
 
 def _options(given: dict[str, Any]) -> Options:
@@ -252,10 +258,11 @@ def _spec(given: dict[str, Any]) -> SpecConfig:
     steps = given["steps"]
     if steps is None:
         steps = 3 if algorithm in ("eagle", "ngram") else 0
+    topk = 1 if given["topk"] is None else given["topk"]
     draft = given["draft_tokens"]
     if draft is None:
         draft = 16 if algorithm == "dflash" else max(steps, 3) + 1
-    return SpecConfig(algorithm, steps=steps, topk=given["topk"], draft_tokens=draft)
+    return SpecConfig(algorithm, steps=steps, topk=topk, draft_tokens=draft)
 
 
 def _acceptance(spec: SpecConfig, accept: str | None) -> Acceptance | None:
@@ -339,6 +346,8 @@ def _plain(given: dict[str, Any]) -> dict[str, object]:
 
 def _refuse(error: BaseException) -> NoReturn:
     line = _one_line(error)
+    if isinstance(error, MemoryError):
+        line = f"{line}: lower --running, or leave out the longest requests"
     for field, option in _OPTION_OF.items():
         if line.startswith(f"{field} ") or line.startswith(f"{field}="):
             line = option + line[len(field) :]

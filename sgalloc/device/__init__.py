@@ -83,6 +83,9 @@ class Device(Writer, Protocol):
             An event that is done when they are written.
         """
 
+    def event(self, after: Any) -> Any:
+        """``after`` as something that can be polled, if it is an event of this device's kind."""
+
     def capturing(self) -> bool:
         """Whether a stream is being captured, so that no event may be polled."""
 

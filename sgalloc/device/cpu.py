@@ -87,6 +87,10 @@ class CpuDevice:
             gather.out[:] = self.gather(gather.rows, gather.start, gather.stop)
         return DONE
 
+    def event(self, after: Any) -> Any:
+        """``after`` itself: a CPU has no events of its own kind."""
+        return after
+
     def capturing(self) -> bool:
         """Never: a CPU captures nothing."""
         return False

@@ -26,7 +26,7 @@ from sgalloc.device.order import StreamOrder
 from sgalloc.device.ready import DONE, Done
 from sgalloc.device.scan import Scan
 from sgalloc.device.staging import HEADER_BYTES, Ring, Slot, Spare
-from sgalloc.device.streams import Handle, Ready, current_device, new_stream
+from sgalloc.device.streams import Handle, Ready, current_device, event_pointer, new_stream
 from sgalloc.errors import WrongState
 from sgalloc.inputs import Int64
 from sgalloc.pages import Int32
@@ -474,6 +474,16 @@ class CudaDevice:
             slot.hold(stream)
             self._order.leave(stream, slot.event)
             return slot.ready
+
+    def event(self, after: Any) -> Any:
+        """A raw CUDA event (a handle, or an object with one) as something that can be polled.
+
+        Raises:
+            TypeError: neither a CUDA event nor anything with ``query()`` or ``done``.
+        """
+        if callable(getattr(after, "query", None)) or hasattr(after, "done"):
+            return after
+        return Ready(event_pointer(after), self.index)
 
     def capturing(self) -> bool:
         """Whether a capture is under way, in which no event may be polled."""
