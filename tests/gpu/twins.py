@@ -179,6 +179,7 @@ class Twins:
         """Both tables byte for byte, each against the naive writer, and the two ledgers."""
         cpu, gpu = self.cpu, self.gpu
         live = _open(gpu, self.handles)
+        assert _open(cpu, self.handles) == live  # asked of both, since refusals are counted
         for ask in ("rows", "committed", "allocated", "decode_index"):
             assert getattr(cpu, ask)(live).tolist() == getattr(gpu, ask)(live).tolist(), ask
         assert np.array_equal(cpu.owners(), gpu.owners())
