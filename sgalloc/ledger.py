@@ -340,8 +340,8 @@ class Batch:
     def moved(self, committed: Int64, allocated: Int64) -> None:
         """C and A after a change of this batch alone, which the ledger has just recorded."""
         # Plans show these arrays, too.
-        committed.flags.writeable = False
-        allocated.flags.writeable = False
+        committed.setflags(write=False)
+        allocated.setflags(write=False)
         self._committed = committed
         self._allocated = allocated
         self._version = self._ledger.version

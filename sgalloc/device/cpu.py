@@ -76,7 +76,9 @@ class CpuDevice:
             )
         if pages is not None and ids is not None:
             slots = self._slots(ids)
-            if self._whole_rows:
+            if self._page_size == 1:
+                self._table.reshape(-1)[pages.where] = slots
+            elif self._whole_rows:
                 self._by_page[pages.where] = slots
             else:
                 row, number = np.divmod(pages.where, self._row_pages)
@@ -160,7 +162,7 @@ class CpuDevice:
 
     def _slots(self, ids: Int32) -> Int32:
         if self._page_size == 1:
-            return ids.reshape(-1, 1)
+            return ids
         slots: Int32 = ids.reshape(-1, 1) * self._per_page + self._offsets
         return slots
 
