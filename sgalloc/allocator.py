@@ -15,7 +15,7 @@ from sgalloc.device import Writer, open_device
 from sgalloc.errors import AllocError
 from sgalloc.holdings import Holdings, counted
 from sgalloc.inputs import Int64, counts, token_sequences, whole_number
-from sgalloc.ledger import Batch, Ledger, names_one
+from sgalloc.ledger import NO_ROWS, Batch, Ledger, names_one
 from sgalloc.pages import PagePool
 from sgalloc.plan import Plan, mixed_plan
 from sgalloc.prefix import Match
@@ -23,7 +23,6 @@ from sgalloc.prefix import Match
 if TYPE_CHECKING:
     from sgalloc.device.captured import CapturedUpdate
 
-_NO_ROWS: Int64 = np.empty(0, np.int64)
 _MAX_SLOT = (1 << 31) - 1
 _MAX_ENTRIES = 1 << 60
 _NEVER = 1 << 62
@@ -129,7 +128,7 @@ class KVAllocator(Holdings):
         name = checked_namespace(namespace)
         self._core.settle()
         if not number:
-            return _NO_ROWS.copy()
+            return NO_ROWS.copy()
         return self._ledger.open(number, name)
 
     @counted
@@ -153,7 +152,7 @@ class KVAllocator(Holdings):
                 raise TypeError(f"open_with_prefix takes matches of prefix.match, got {match!r}")
         prefix = self.prefix
         self._core.settle()
-        return prefix.open_with(wanted) if wanted else _NO_ROWS.copy()
+        return prefix.open_with(wanted) if wanted else NO_ROWS.copy()
 
     # -- growing ---------------------------------------------------------------------------
 

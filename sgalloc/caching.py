@@ -9,7 +9,7 @@ import numpy as np
 
 from sgalloc.errors import AllocError, InsideSharedPage, RowTooNarrow, StalePlan
 from sgalloc.inputs import Int64, int64_array, token_sequences
-from sgalloc.ledger import Ledger, names_one
+from sgalloc.ledger import NO_ROWS, Ledger, names_one
 from sgalloc.pages import CACHED, WAITING, Int32, PagePool
 from sgalloc.plan import Segments
 from sgalloc.prefix import Match, Node, RadixTree
@@ -261,7 +261,7 @@ class PrefixCache:
         fresh = [node] if matched < one.pages else []
         for new in fresh:
             self.tree.lock(new)
-        self._quarantine.add(event, duplicates, np.empty(0, np.int64), fresh)
+        self._quarantine.add(event, duplicates, NO_ROWS, fresh)
 
     def _write(self, rows: Int64, first: Int64, pages: Sequence[Int32]) -> None:
         """Write runs of cached pages into the table."""

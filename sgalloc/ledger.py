@@ -12,6 +12,7 @@ from sgalloc.errors import CommitPastExtent, OutOfRows, StaleHandle
 from sgalloc.inputs import Int64, int64_array
 from sgalloc.pages import Int32
 
+NO_ROWS: Int64 = np.empty(0, np.int64)
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
 _MAX_GENERATION = (1 << 31) - 1

@@ -86,14 +86,14 @@ class PagePool:
         self._stack[self.free : self.free + ids.size] = ids[::-1]
         self.free += ids.size
 
-    def hand_over(self, ids: Int32, holder: int | Int64, to: int | Int64) -> None:
+    def hand_over(self, ids: Int32, holder: int | Int64, to: int) -> None:
         """Change the holder of ``ids``: to the prefix cache, or into quarantine.
 
         Raises:
             NotHeld: as `give`.
         """
         self.holder[self._verified(ids, holder)] = to
-        if isinstance(to, int) and to == WAITING:
+        if to == WAITING:
             self.waiting += ids.size
 
     def return_waiting(self, ids: Int32) -> None:

@@ -9,9 +9,7 @@ import numpy as np
 
 from sgalloc.errors import RowTooNarrow
 from sgalloc.inputs import Int64
-from sgalloc.ledger import Ledger, concatenate, spread
-
-_NO_ROWS: Int64 = np.empty(0, np.int64)
+from sgalloc.ledger import NO_ROWS, Ledger, concatenate, spread
 
 
 class Segments:
@@ -137,7 +135,7 @@ class Plan:
         if not at.size:
             self.nxt = cur
             self.growth: Segments | None = None
-            self.extents = _NO_ROWS
+            self.extents = NO_ROWS
             self.num_new_pages = 0
             return
         per_page = ledger.per_page

@@ -9,10 +9,9 @@ import numpy as np
 from sgalloc.caching import PrefixCache, Prepared
 from sgalloc.core import Core
 from sgalloc.inputs import Int64
+from sgalloc.ledger import NO_ROWS
 from sgalloc.pages import WAITING, Int32
 from sgalloc.prefix import Node
-
-_NO_ROWS: Int64 = np.empty(0, np.int64)
 
 
 def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
@@ -38,7 +37,7 @@ def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
             nodes.append(core.prefix.shorten(int(rows[at]), int(keep[at])))
     owners, ids = ledger.page_range(rows, np.maximum(keep, shared), held)
     ledger.cut(rows, committed, keep)
-    _give_back(core, ids, owners, _NO_ROWS, nodes, event)
+    _give_back(core, ids, owners, NO_ROWS, nodes, event)
 
 
 def release(core: Core, rows: Int64, prepared: list[Prepared], after: Any) -> None:
