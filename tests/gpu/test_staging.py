@@ -132,3 +132,12 @@ def test_slots_of_other_streams_are_guarded_too(latches: Latches) -> None:
         assert latch.held
         latch.open()
         verify_rows(alloc)
+
+
+@pytest.mark.parametrize("setting", ["many", "-1", "1.5", ""])
+def test_a_bound_that_is_no_number_of_bytes_is_refused(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGALLOC_MAPPED_BYTES", setting)
+    with pytest.raises(ValueError, match="SGALLOC_MAPPED_BYTES.*give a number of bytes"):
+        sgalloc.KVAllocator(4, 4, 2, 16, device="cuda")
