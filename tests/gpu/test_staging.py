@@ -139,5 +139,5 @@ def test_a_bound_that_is_no_number_of_bytes_is_refused(
     setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGALLOC_MAPPED_BYTES", setting)
-    with pytest.raises(ValueError, match="SGALLOC_MAPPED_BYTES.*give a number of bytes"):
+    with pytest.raises(ValueError, match=r"SGALLOC_MAPPED_BYTES.*give a number of bytes"):
         sgalloc.KVAllocator(4, 4, 2, 16, device="cuda")
