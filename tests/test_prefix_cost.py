@@ -155,7 +155,8 @@ CALLS = (
 
 @pytest.mark.parametrize("scene", CALLS, ids=lambda scene: scene.__name__)
 def test_a_million_tokens_cost_the_bytecodes_of_a_thousand(scene: Callable[[int], Any]) -> None:
-    short, long = bytecodes(scene(SHORT)), bytecodes(scene(LONG))
+    # The least of three: now and then the interpreter runs something of its own in between.
+    short, long = (min(bytecodes(scene(n)) for _ in range(3)) for n in (SHORT, LONG))
     assert 0 < long <= short + 20, (short, long)
 
 
