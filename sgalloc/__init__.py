@@ -18,6 +18,7 @@ from sgalloc.errors import (
     StalePlan,
     WrongState,
 )
+from sgalloc.groups.window import SlidingWindow
 from sgalloc.ledger import Batch
 from sgalloc.plan import Plan
 from sgalloc.prefix import Match
@@ -36,6 +37,7 @@ __all__ = [
     "Plan",
     "RowTooNarrow",
     "Runs",
+    "SlidingWindow",
     "StaleHandle",
     "StalePlan",
     "Stats",

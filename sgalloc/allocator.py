@@ -11,8 +11,9 @@ import numpy as np
 from sgalloc import growing, ranges, returning
 from sgalloc.caching import checked_namespace
 from sgalloc.core import Core
-from sgalloc.device import Writer, open_device
+from sgalloc.device import SideTables, Writer, open_device
 from sgalloc.errors import AllocError
+from sgalloc.groups.window import SlidingWindow, Window
 from sgalloc.holdings import Holdings, counted
 from sgalloc.inputs import Int64, counts, token_sequences, whole_number
 from sgalloc.ledger import NO_ROWS, Batch, Ledger, names_one
@@ -35,6 +36,7 @@ _RANGED = (
     "apply",
     "commit",
     "trim",
+    "evict_window",
     "release",
     "slots",
 )
@@ -49,6 +51,7 @@ class KVAllocator(Holdings):
         max_requests: rows of the table that requests can take, 1..``max_requests``.
         row_width: slots in a row; see `sgalloc.sizing.row_width`.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or ``"auto"``: a GPU where there is one.
+        window: a second group of pages for sliding window attention.
         prefix_cache: whether to keep the pages of finished requests for those to come.
         stream: where the table is written: None for the stream current at each call (torch's
             if torch is loaded, else CuPy's), a stream or a raw handle, or ``"plan"`` for one of
@@ -70,6 +73,7 @@ class KVAllocator(Holdings):
         max_requests: int,
         row_width: int,
         device: str = "auto",
+        window: SlidingWindow | None = None,
         *,
         prefix_cache: bool = False,
         stream: Any = None,
@@ -80,11 +84,7 @@ class KVAllocator(Holdings):
         self.page_size = whole_number(page_size, "page_size", 1, _MAX_SLOT)
         self.max_requests = whole_number(max_requests, "max_requests", 1, _MAX_SLOT - 1)
         self.row_width = whole_number(row_width, "row_width", 1, _MAX_SLOT)
-        if (self.num_pages + 1) * self.page_size - 1 > _MAX_SLOT:
-            raise ValueError(
-                f"num_pages={num_pages} of page_size={page_size} need slots past 2**31 - 1, the "
-                f"last that int32 holds: use at most {(_MAX_SLOT + 1) // self.page_size - 1} pages"
-            )
+        _check_slots(self.num_pages, self.page_size, "num_pages")
         if self.row_width < self.page_size:
             raise ValueError(
                 f"row_width={row_width} holds no page of page_size={page_size}: "
@@ -99,14 +99,29 @@ class KVAllocator(Holdings):
             raise TypeError(f"prefix_cache must be True or False, got {prefix_cache!r}")
         if not isinstance(page_table, bool):
             raise TypeError(f"page_table must be True or False, got {page_table!r}")
+        if window is not None and not isinstance(window, SlidingWindow):
+            raise TypeError(f"window must be a SlidingWindow or None, got {window!r}")
+        shape = None
+        if window is not None:
+            _check_slots(window.num_pages, self.page_size, "window.num_pages")
+            entries = (self.num_pages + 1) * self.page_size if window.slot_map else 0
+            shape = SideTables(True, entries)
         table = open_device(
-            device, self.max_requests, self.row_width, self.page_size, stream, reader, page_table
+            device,
+            self.max_requests,
+            self.row_width,
+            self.page_size,
+            stream,
+            reader,
+            page_table,
+            shape,
         )
         ledger = Ledger(self.max_requests, self.row_width, self.page_size)
         self._ledger = ledger
         self._refusals: Counter[str] = Counter()
         pool = PagePool(self.num_pages)
-        self._core = Core.build(ledger, pool, table, prefix_cache, self._count)
+        side = None if window is None else Window(ledger, window, prefix_cache)
+        self._core = Core.build(ledger, pool, table, prefix_cache, self._count, side)
         self._make_plan = Plan
         if ranges.listening():
             self._listen(pool)
@@ -156,7 +171,9 @@ class KVAllocator(Holdings):
 
     # -- growing ---------------------------------------------------------------------------
 
-    def extend(self, x: Any, lengths: Any, out: Any = None, after: Any = None) -> Plan:
+    def extend(
+        self, x: Any, lengths: Any, out: Any = None, after: Any = None, window_tail: Any = None
+    ) -> Plan:
         """Prefill, or the next chunk: grow until A covers ``lengths``, then C = lengths.
 
         Args:
@@ -164,6 +181,8 @@ class KVAllocator(Holdings):
             lengths: tokens of the whole request, an int or one per request.
             out: int32 or int64 array that receives the slots of the new tokens, flat.
             after: a CUDA event that the write waits for.
+            window_tail: for rows that hold no window page: the last tokens alone that get
+                window pages, an int or one per request; what is before them is whole pages.
 
         Returns:
             The applied plan.
@@ -177,6 +196,8 @@ class KVAllocator(Holdings):
             stop = self._extend_stop(rows, start, lengths)
             self._core.settle()
             plan = self._make_plan(self._ledger, rows, start, cur, stop, committing=rows)
+            if self._core.side is not None or window_tail is not None:
+                self._beside(plan, tail=window_tail)
             growing.apply(self._core, plan, out, after)
         except AllocError as refusal:
             self._count(refusal)
@@ -197,6 +218,8 @@ class KVAllocator(Holdings):
             plan = self._make_plan(
                 self._ledger, rows, start, cur, stop, committing=rows, decoding=rows
             )
+            if self._core.side is not None:
+                self._beside(plan)
             growing.apply(self._core, plan, out, after)
         except AllocError as refusal:
             self._count(refusal)
@@ -233,6 +256,8 @@ class KVAllocator(Holdings):
             if rows.size >= self._rounds_from(rounding) and out is None:
                 writer = growing.round_on_device(self._core, rows, start, cur, tokens, after)
             plan = self._make_plan(self._ledger, rows, start, cur, start + tokens)
+            if self._core.side is not None:
+                self._beside(plan)
             growing.apply(self._core, plan, out, after, writer)
         except AllocError as refusal:
             self._count(refusal)
@@ -247,6 +272,7 @@ class KVAllocator(Holdings):
         extend: tuple[Any, Any] | None = None,
         decode: tuple[Any, Any] | None = None,
         reserve: tuple[Any, Any] | None = None,
+        evict_window: bool = False,
     ) -> Plan:
         """Any mix of extend, decode and reserve, not yet done.
 
@@ -254,6 +280,8 @@ class KVAllocator(Holdings):
             extend: requests and lengths.
             decode: requests and tokens.
             reserve: requests and reserves.
+            evict_window: let what left the window of these requests go back first; the plan
+                counts it as ``gain``.
 
         Returns:
             The plan; ``plan.fits`` says whether `apply` would succeed now.
@@ -276,7 +304,11 @@ class KVAllocator(Holdings):
             else:
                 parts.append((rows, start + counts(amount, rows.size, name)))
         plan = mixed_plan(self._make_plan, self._ledger, *parts)
-        plan.fits = plan.num_new_pages <= self.available(counting_cache=True)
+        if evict_window:
+            self._window()
+        if self._core.side is not None:
+            self._beside(plan, evict=bool(evict_window))
+        plan.fits = self.fits(plan)
         return plan
 
     @counted
@@ -329,6 +361,39 @@ class KVAllocator(Holdings):
         """
         rows = self._ledger.rows_of(x)
         returning.trim(self._core, rows, counts(lengths, rows.size, "lengths"), after)
+
+    @counted
+    def evict_window(self, x: Any, upto: Any = None, after: Any = None) -> Int64:
+        """Give back the window pages that attention no longer reads.
+
+        The frontier goes to the page floor of C - window; with a prefix cache to that of C - a
+        whole-paged window, so that whoever shares the prefix still has one. It never falls here.
+
+        Args:
+            x: a batch, handles or a handle.
+            upto: tokens below which all goes, at most C, an int or one per request.
+            after: an event; the pages wait in quarantine until it is done.
+
+        Returns:
+            The frontiers afterwards, tokens, int64 ``(n,)``.
+
+        Raises:
+            ValueError: ``upto`` above C, or an allocator without a window.
+        """
+        window = self._window()
+        rows, committed, _ = self._ledger.holding(x)
+        limit = None
+        if upto is not None:
+            limit = np.broadcast_to(counts(upto, rows.size, "upto"), rows.shape)
+            past = (limit > committed).nonzero()[0]
+            if past.size:
+                at = past[0]
+                raise ValueError(
+                    f"upto[{at}]={limit[at]} is past the {committed[at]} committed tokens of row "
+                    f"{rows[at]}: evict at most what is committed"
+                )
+        returning.evict_window(self._core, window, rows, committed, limit, after)
+        return window.first.take(rows) * self.page_size
 
     @counted
     def release(self, x: Any, *, tokens: Any = None, after: Any = None) -> None:
@@ -394,6 +459,17 @@ class KVAllocator(Holdings):
         ranges.instrument(device, {"write": "write"}, payload=ranges.step_payload)
         ranges.instrument(device, device.ranged)
 
+    def _beside(
+        self, plan: Plan, evict: bool = False, tail: Any = None, main_only: bool = False
+    ) -> None:
+        """Let the second group take its part in ``plan``."""
+        side = self._core.side
+        if side is None:
+            raise ValueError("window_tail= is for a window group: make the allocator with window=")
+        if tail is not None:
+            tail = counts(tail, plan.rows.size, "window_tail")
+        plan.attach(side.part(plan, evict, tail, main_only))
+
     def _apply_through(self, plan: Plan, writer: Writer) -> None:
         """`apply`, with the table written by ``writer``."""
         self._check_plan(plan)
@@ -420,6 +496,14 @@ class KVAllocator(Holdings):
         if rounding not in ("host", "device"):
             raise ValueError(f"rounding must be 'auto', 'host' or 'device', got {rounding!r}")
         return _NEVER if rounding == "host" else 1
+
+
+def _check_slots(num_pages: int, page_size: int, name: str) -> None:
+    if (num_pages + 1) * page_size - 1 > _MAX_SLOT:
+        raise ValueError(
+            f"{name}={num_pages} of page_size={page_size} need slots past 2**31 - 1, the "
+            f"last that int32 holds: use at most {(_MAX_SLOT + 1) // page_size - 1} pages"
+        )
 
 
 def _operand(value: Any, n: int, name: str) -> Int64:

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sgalloc.errors import AllocError, InsideSharedPage, RowTooNarrow, StalePlan
+from sgalloc.groups import NO_PAGES
+from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64, int64_array, token_sequences
-from sgalloc.ledger import NO_ROWS, Ledger, names_one
-from sgalloc.pages import CACHED, WAITING, Int32, PagePool
-from sgalloc.plan import Segments
+from sgalloc.ledger import NO_ROWS, Ledger, concatenate, names_one
+from sgalloc.pages import CACHED, Int32, PagePool
+from sgalloc.plan import Segments, SideWrite
 from sgalloc.prefix import Match, Node, RadixTree
+from sgalloc.quarantine import Returning
 
 if TYPE_CHECKING:
     from sgalloc.device import Device
@@ -27,6 +30,22 @@ class Prepared(NamedTuple):
     pages: int
 
 
+class Twins(NamedTuple):
+    """Cached pages that take the place of a request's own.
+
+    Attributes:
+        first: number of the first of them.
+        pages: ids, int32 ``(n,)``.
+        sides: in the second group, int32 ``(n,)``, 0 where the request holds none.
+        given: pages of the second group that the twins take over, int32 ``(n,)``, 0 for none.
+    """
+
+    first: int
+    pages: Int32
+    sides: Int32
+    given: Int32
+
+
 class PrefixCache:
     """`KVAllocator.prefix`: whole pages of finished and running requests, shared by content."""
 
@@ -38,7 +57,9 @@ class PrefixCache:
         device: Device,
         quarantine: Quarantine,
         count: Callable[[AllocError], None],
+        side: Window | None = None,
     ) -> None:
+        self._side = side
         self._count = count
         self.tree = tree
         self.holds: dict[int, Node] = {}
@@ -63,7 +84,10 @@ class PrefixCache:
         name = checked_namespace(namespace)
         whole = ids.size // self._ledger.page_size * self._ledger.page_size
         self.tree.tick()
-        node, matched = self.tree.match(name, np.ascontiguousarray(ids[:whole]))
+        node, matched = self.tree.common(name, np.ascontiguousarray(ids[:whole]))
+        if self._side is not None:
+            matched = self._side.usable(self.tree.sides_to(node)[:matched])
+        node, matched = self.tree.use(node, matched)
         pages = self.tree.pages_to(node)
         return Match(self.tree, node, matched * self._ledger.page_size, pages, name)
 
@@ -85,25 +109,33 @@ class PrefixCache:
             event = self._quarantine.pending(after)
             self._quarantine.settle()
             # Whatever can fail comes before the first change of host state.
-            twins = self._twins(prepared)
-            shared = self._ledger.shared[[one.row for one in prepared]] if prepared else rows[:0]
-            self._write(np.array([one.row for one in prepared], np.int64), shared, twins)
+            twins = self.twins(prepared)
+            given_up = [self._given_up(*pair) for pair in zip(prepared, twins, strict=True)]
+            self._show([one.row for one in prepared], twins)
+            if self._side is not None and self._side.mapped:
+                self._quarantine.unmap(
+                    concatenate([what.unmapped for what in given_up], np.int32), event
+                )
         except AllocError as refusal:
             self._count(refusal)
             raise
         self.tree.tick()
-        for one, ids in zip(prepared, twins, strict=True):
-            self._publish(one, ids, event)
+        for one, known, what in zip(prepared, twins, given_up, strict=True):
+            self._publish(one, known, what, event)
 
     def clear(self) -> int:
         """Evict every page that no request holds; how many these were."""
         self._quarantine.settle()
         victims = self.tree.victims(self.tree.evictable)
-        pages = [victim.pages for victim in victims]
+        pages = concatenate([victim.pages for victim in victims], np.int32)
+        sides = concatenate([victim.sides for victim in victims], np.int32)
+        if self._side is not None and self._side.mapped:
+            self._quarantine.unmap(pages, None)
         self.tree.evict(victims)
-        for ids in pages:
-            self._pool.give(ids, CACHED)
-        return sum(ids.size for ids in pages)
+        self._pool.give(pages, CACHED)
+        if self._side is not None:
+            self._side.pool.give(sides, CACHED)
+        return pages.size
 
     # -- for the allocator -----------------------------------------------------------------
 
@@ -136,18 +168,71 @@ class PrefixCache:
             prepared.append(Prepared(row, whole, pages))
         return prepared
 
-    def enter(self, one: Prepared) -> tuple[Node | None, int]:
+    def enter(self, one: Prepared) -> tuple[Node | None, int, bool]:
         """Put the pages of one request into the tree.
 
         Returns:
-            The node that ends where they do, and how many were known before: the request's
-            own pages below that number are duplicates, unless shared already.
+            The node that ends where they do; how many were known before: the request's own
+            pages below that number are duplicates, unless shared already; and whether some of
+            these took over a page of the second group.
         """
-        ledger = self._ledger
+        ledger, side = self._ledger, self._side
         pages = ledger.pages[one.row, : one.pages]
-        node, matched = self.tree.insert(ledger.namespace.get(one.row), one.tokens, pages)
+        name = ledger.namespace.get(one.row)
+        if side is None:
+            node, matched = self.tree.insert(name, one.tokens, pages)
+            self._pool.hand_over(pages[matched:], one.row, CACHED)
+            return node, matched, False
+        sides = side.own_sides(one.row, one.pages)
+        node, matched = self.tree.insert(name, one.tokens, pages, sides)
         self._pool.hand_over(pages[matched:], one.row, CACHED)
-        return node, matched
+        fresh = sides[matched:]
+        side.pool.hand_over(fresh[fresh != 0], one.row, CACHED)
+        given = self.given(node, matched, int(ledger.shared[one.row]), sides)
+        if not given.any():
+            return node, matched, False
+        assert node is not None
+        padded = np.zeros(node.end, np.int32)
+        padded[: given.size] = given
+        self.tree.take_over(node, padded)
+        side.pool.hand_over(given[given != 0], one.row, CACHED)
+        return node, matched, True
+
+    def given(self, node: Node | None, matched: int, shared: int, sides: Int32) -> Int32:
+        """Of ``sides``, those that cached pages without a page of the second group take over.
+
+        Args:
+            node: where the cached path ends.
+            matched: pages of it that are the request's.
+            shared: pages that the request shares already.
+            sides: what the request holds in the second group, int32, 0 for none.
+
+        Returns:
+            int32 ``(matched,)``, 0 for none.
+        """
+        given: Int32 = np.where(self.tree.sides_to(node)[:matched] == 0, sides[:matched], 0)
+        given[: min(shared, matched)] = 0
+        return given.astype(np.int32, copy=False)
+
+    def entering(self, prepared: list[Prepared]) -> Int32:
+        """Before a release into the tree: let the map show what cached twins take over.
+
+        Returns:
+            The pages of the requests that will be the tree's, int32; they stay in the map.
+        """
+        mains, ids, fresh = [], [], []
+        for one, twins in zip(prepared, self.twins(prepared), strict=True):
+            some = twins.given != 0
+            mains.append(twins.pages[some])
+            ids.append(twins.given[some])
+            known = twins.first + twins.pages.size
+            fresh.append(self._ledger.pages[one.row, known : max(one.pages, known)])
+        pages = concatenate(mains, np.int32)
+        if pages.size:
+            nowhere = np.full(pages.size, -1, np.int64)
+            write = SideWrite(nowhere, concatenate(ids, np.int32), pages)
+            self._device.write(None, None, None, None, write)
+        return concatenate(fresh, np.int32)
 
     def open_with(self, matches: Sequence[Match]) -> Int64:
         """Rows whose first pages are those of ``matches``, locked; their handles, int64.
@@ -167,11 +252,21 @@ class PrefixCache:
             if match.pages.size > ledger.row_pages:
                 raise RowTooNarrow(0, match.length, ledger.row_width)
         rows = ledger.next_rows(len(matches))
-        self._write(rows, np.zeros_like(rows), [match.pages for match in matches])
+        side = self._side
+        sides = [
+            NO_PAGES if side is None else side.readable(self.tree.sides_to(node)) for node in nodes
+        ]
+        shown = [
+            Twins(0, match.pages, beside, NO_PAGES)
+            for match, beside in zip(matches, sides, strict=True)
+        ]
+        self._show(rows.tolist(), shown)
         handles = ledger.open(len(matches))
         self.tree.tick()
-        for row, match, node in zip(rows.tolist(), matches, nodes, strict=True):
+        for row, match, node, beside in zip(rows.tolist(), matches, nodes, sides, strict=True):
             ledger.adopt(row, match.pages, match.namespace)
+            if self._side is not None:
+                self._side.adopt(row, beside)
             if node is not None:
                 self.tree.touch(node)
                 self._hold(row, node)
@@ -184,8 +279,8 @@ class PrefixCache:
         held = [self.holds.pop(row, None) for row in rows.tolist()]
         return [node for node in held if node is not None]
 
-    def unlocked_by(self, rows: Int64) -> int:
-        """Cached pages that would become evictable if ``rows`` were released."""
+    def unlocked_by(self, rows: Int64) -> tuple[int, int]:
+        """Cached pages, of both groups, that would become evictable if ``rows`` were released."""
         return self.tree.unlocked_by(
             [self.holds[row] for row in rows.tolist() if row in self.holds]
         )
@@ -215,62 +310,110 @@ class PrefixCache:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _twins(self, prepared: list[Prepared]) -> list[Int32]:
+    def twins(self, prepared: list[Prepared]) -> list[Twins]:
         """For each request the cached pages that take the place of its own; nothing changes.
 
         A request also meets those before it in the same call, which are not in the tree yet.
         """
-        ledger, size = self._ledger, self._ledger.page_size
-        coming: dict[tuple[Any, bytes], list[tuple[Int64, Int32]]] = {}
+        ledger, size, side = self._ledger, self._ledger.page_size, self._side
+        coming: dict[tuple[Any, bytes], list[tuple[Int64, Int32, Int32]]] = {}
+        # What twins take over from earlier requests of this call, by their page.
+        taken: dict[int, int] = {}
         twins = []
         for one in prepared:
             name, shared = ledger.namespace.get(one.row), int(ledger.shared[one.row])
             node, matched = self.tree.common(name, one.tokens)
             known = self.tree.pages_to(node)[:matched]
+            beside = NO_PAGES if side is None else self.tree.sides_to(node)[:matched]
             alike = coming.setdefault((name, one.tokens[:size].tobytes()), [])
-            for tokens, pages in alike:
+            for tokens, pages, sides in alike:
                 length = min(tokens.size, one.tokens.size)
                 differs = (tokens[:length] != one.tokens[:length]).nonzero()[0]
                 common = (int(differs[0]) if differs.size else length) // size
                 if common > known.size:
-                    known = pages[:common]
+                    known, beside = pages[:common], sides[:common]
             own = ledger.pages[one.row, : one.pages]
-            alike.append((one.tokens, np.concatenate((known, own[known.size :]))))
-            twins.append(known[shared:])
+            held = given = NO_PAGES
+            if side is not None:
+                held = side.own_sides(one.row, one.pages)
+                if taken:
+                    over = [taken.get(page, 0) for page in known.tolist()]
+                    beside = np.where(beside == 0, np.array(over, np.int32), beside)
+                given = np.where(beside == 0, held[: known.size], 0).astype(np.int32)
+                given[:shared] = 0
+                some = given != 0
+                taken.update(zip(known[some].tolist(), given[some].tolist(), strict=True))
+                beside = np.where(some, given, beside)
+            alike.append(
+                (
+                    one.tokens,
+                    np.concatenate((known, own[known.size :])),
+                    np.concatenate((beside, held[known.size :])),
+                )
+            )
+            shows = np.where(held[: known.size] != 0, beside, 0).astype(np.int32)
+            twins.append(Twins(shared, known[shared:], shows[shared:], given[shared:]))
         return twins
 
-    def _publish(self, one: Prepared, twins: Int32, event: Any) -> None:
+    def _given_up(self, one: Prepared, twins: Twins) -> Returning:
+        """What a published request gives up for its twins."""
+        ledger, row = self._ledger, one.row
+        last = twins.first + twins.pages.size
+        pages = ledger.pages[row, twins.first : last].copy()
+        owners = np.full(pages.size, row, np.int64)
+        if self._side is None:
+            return Returning(pages, owners, NO_ROWS, [])
+        held = self._side.own_sides(row, last)[twins.first :]
+        held = held[(held != 0) & (twins.given == 0)]
+        beside = np.full(held.size, row, np.int64)
+        unmapped = pages if self._side.mapped else NO_PAGES
+        return Returning(pages, owners, NO_ROWS, [], held, beside, unmapped)
+
+    def _publish(self, one: Prepared, twins: Twins, given_up: Returning, event: Any) -> None:
         ledger, row = self._ledger, one.row
         shared = int(ledger.shared[row])
         if one.pages <= shared:
             if one.pages:
                 self.tree.match(ledger.namespace.get(row), one.tokens)
             return
-        duplicates = ledger.pages[row, shared : shared + twins.size].copy()
-        node, matched = self.enter(one)
-        assert node is not None and matched == shared + twins.size
+        node, matched, took = self.enter(one)
+        assert node is not None and matched == shared + twins.pages.size
         old = self.holds.pop(row, None)
         self._hold(row, node)
         if old is not None:
             self.tree.unlock(old)
-        ledger.share(row, one.pages, shared, twins)
-        if event is None:
-            self._pool.give(duplicates, row)
-            return
-        self._pool.hand_over(duplicates, row, WAITING)
-        fresh = [node] if matched < one.pages else []
-        for new in fresh:
-            self.tree.lock(new)
-        self._quarantine.add(event, duplicates, NO_ROWS, fresh)
+        ledger.share(row, one.pages, shared, twins.pages)
+        if self._side is not None:
+            self._side.share(row, shared, twins.sides)
+        if event is not None and (matched < one.pages or took):
+            self.tree.lock(node)
+            given_up = given_up._replace(nodes=[node])
+        self._quarantine.give_back(given_up, event)
 
-    def _write(self, rows: Int64, first: Int64, pages: Sequence[Int32]) -> None:
-        """Write runs of cached pages into the table."""
-        count = np.array([ids.size for ids in pages])
+    def _show(self, rows: list[int], twins: Sequence[Twins]) -> None:
+        """Write runs of cached pages into the tables of rows."""
+        count = np.array([run.pages.size for run in twins], np.int64)
         some = count > 0
-        if some.any():
-            total = int(count.sum())
-            runs = Segments(rows[some], first[some], count[some], total, self._ledger.per_row)
-            self._device.write(runs, np.concatenate(pages), None, None)
+        if not some.any():
+            return
+        total = int(count.sum())
+        row = np.array(rows, np.int64)
+        first = np.array([run.first for run in twins], np.int64)
+        runs = Segments(row[some], first[some], count[some], total, self._ledger.per_row)
+        pages = np.concatenate([run.pages for run in twins])
+        write = None
+        if self._side is not None:
+            sides = np.concatenate([run.sides for run in twins])
+            # The map knows cached pages already, but for what they take over.
+            mains = np.zeros(total, np.int32)
+            if self._side.mapped:
+                given = [
+                    run.given if run.given.size else np.zeros(run.pages.size, np.int32)
+                    for run in twins
+                ]
+                mains = np.where(np.concatenate(given) != 0, pages, 0).astype(np.int32)
+            write = SideWrite(runs.where, sides, mains)
+        self._device.write(runs, pages, None, None, write)
 
     def _hold(self, row: int, node: Node | None) -> None:
         if node is not None:

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from sgalloc.core import Core
+from sgalloc.core import Core, pages_of
 from sgalloc.device import Writer
-from sgalloc.errors import OutOfPages
+from sgalloc.groups import NO_PAGES, clearing, joined
 from sgalloc.inputs import Int64
-from sgalloc.pages import Int32
-from sgalloc.plan import Gather, Plan, Segments
-from sgalloc.prefix import Victim
+from sgalloc.pages import CACHED, Int32
+from sgalloc.plan import Gather, Plan, Segments, SideWrite
 
 
 def apply(core: Core, plan: Plan, out: Any, after: Any, writer: Writer | None = None) -> None:
@@ -36,12 +35,14 @@ def apply(core: Core, plan: Plan, out: Any, after: Any, writer: Writer | None = 
         target = core.device.checked_out(out, size)
         gather = Gather(plan.rows, plan.start, plan.stop, size, target, plan.growing)
     growth = plan.growth
-    if growth is None:
+    if plan.side is not None:
+        _apply_both(core, plan, gather, after, device)
+    elif growth is None:
         plan.ready = device.write(None, None, gather, after)
     else:
         victims, leaving = [], None
         if growth.total > pool.free:
-            victims = _victims(core, growth.total)
+            victims = core.victims(growth.total)
             leaving = np.concatenate([victim.pages for victim in victims])
         ids = pool.peek(growth.total, leaving)
         plan.ready = device.write(growth, ids, gather, after)
@@ -56,6 +57,43 @@ def apply(core: Core, plan: Plan, out: Any, after: Any, writer: Writer | None = 
     plan.fits = True
 
 
+def _apply_both(
+    core: Core, plan: Plan, gather: Gather | None, after: Any, device: Writer
+) -> None:
+    """Grow in both groups, or in neither."""
+    ledger, pool, side, part = core.ledger, core.pool, core.side, plan.side
+    assert side is not None
+    growth = plan.growth
+    total = 0 if growth is None else growth.total
+    victims = core.victims(total, part.need - part.gain)
+    leaving, leaving_sides = pages_of(victims)
+    owners, back = side.gained(part)
+    returning = np.concatenate((back, leaving_sides))
+    ids = pool.peek(total, leaving)
+    side_ids = side.pool.peek(part.need, returning)
+    if growth is not None:
+        ledger.note(growth.where, ids)
+    write = side.write(part, side_ids)
+    if victims and side.mapped:
+        # Cached pages that are handed out again at once get their entries in the map anyway.
+        gone = leaving[ids.size :] if ids.size < leaving.size else NO_PAGES
+        write = joined(write, clearing(gone)) if gone.size else write
+    plan.ready = device.write(growth, ids, gather, after, write)
+    if victims:
+        core.evict(victims, leaving)
+    if returning.size:
+        cached = np.full(leaving_sides.size, CACHED, np.int64)
+        side.pool.give(returning, np.concatenate((owners, cached)))
+    if side_ids.size:
+        side.pool.take(side_ids, side.takers(part))
+    side.applied(part, side_ids)
+    if growth is not None:
+        pool.take(ids, growth.page_rows())
+        ledger.grow(growth.rows, growth.where, ids, plan.extents)
+    elif side_ids.size or back.size:
+        ledger.version += 1
+
+
 class Written:
     """Stands in for a device that has written a plan already, behind the event ``ready``."""
 
@@ -63,7 +101,12 @@ class Written:
         self._ready = ready
 
     def write(
-        self, pages: Segments | None, ids: Int32 | None, gather: Gather | None, after: Any
+        self,
+        pages: Segments | None,
+        ids: Int32 | None,
+        gather: Gather | None,
+        after: Any,
+        side: SideWrite | None = None,
     ) -> Any:
         """Nothing is left to write."""
         return self._ready
@@ -86,6 +129,8 @@ def round_on_device(
         None where the host has to count first.
     """
     device, pool, ledger = core.device, core.pool, core.ledger
+    if core.side is not None:
+        return None
     n = rows.size
     most = int(reserve.max())
     if most > ledger.row_width:
@@ -97,11 +142,3 @@ def round_on_device(
         return None
     ready = device.write_watermarks(rows, start, cur, reserve, pool.head(bound), after)
     return None if ready is None else Written(ready)
-
-
-def _victims(core: Core, need: int) -> list[Victim]:
-    """Who leaves the prefix cache so that ``need`` pages are free."""
-    short = need - core.pool.free
-    if core.tree is None or short > core.tree.evictable:
-        raise OutOfPages(core.pool.group, need, core.pool.free, core.evictable)
-    return core.tree.victims(short)

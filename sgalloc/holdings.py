@@ -16,9 +16,10 @@ from sgalloc.contiguity import Runs, page_runs
 from sgalloc.core import Core
 from sgalloc.errors import AllocError, StalePlan
 from sgalloc.exports import PageTables
+from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64, counts, int64_array, whole_number
 from sgalloc.ledger import Batch, Ledger
-from sgalloc.pages import LOCKED, Int32
+from sgalloc.pages import LOCKED, Int32, PagePool
 from sgalloc.plan import Gather, Plan
 from sgalloc.stats import GroupStats, RowStats, StagingStats, Stats
 
@@ -77,6 +78,31 @@ class Holdings:
         if self._core.device.page_table is None:
             raise ValueError("this allocator keeps no page table: make it with page_table=True")
         return self._core.device.page_table
+
+    @property
+    def window_table(self) -> Any:
+        """Slots of the window group, int32, of the shape of `req_to_token`, 0 below the frontier.
+
+        Raises:
+            ValueError: this allocator was made without a window.
+        """
+        if self._core.device.side_table is None:
+            raise ValueError("this allocator has no window group: make it with window=")
+        return self._core.device.side_table
+
+    @property
+    def full_to_window(self) -> Any:
+        """From slots of the full group to those of the window, int32, 0 where none is mapped;
+        ``((num_pages + 1) * page_size,)``.
+
+        Raises:
+            ValueError: this allocator was made without such a map.
+        """
+        if not isinstance(self._core.side, Window) or not self._core.side.mapped:
+            raise ValueError(
+                "this allocator keeps no map: make it with window=SlidingWindow(..., slot_map=True)"
+            )
+        return self._core.device.side_map
 
     @property
     def prefix(self) -> PrefixCache:
@@ -183,9 +209,14 @@ class Holdings:
             group: name of the group.
             counting_cache: count the pages of the prefix cache that could be evicted, too.
         """
-        if group != "full":
-            raise ValueError(f"there is no group {group!r}: this allocator has 'full'")
-        return self._core.pool.free + (self._core.evictable if counting_cache else 0)
+        core = self._core
+        if group == core.pool.group:
+            return core.pool.free + (core.evictable if counting_cache else 0)
+        side = core.side
+        if side is not None and group == side.pool.group:
+            return side.pool.free + (core.side_evictable if counting_cache else 0)
+        have = " and ".join(f"'{name}'" for name in core.rooms(False))
+        raise ValueError(f"there is no group {group!r}: this allocator has {have}")
 
     @counted
     def fits(
@@ -204,44 +235,50 @@ class Holdings:
             StalePlan: the ledger changed since the plan was made.
         """
         leaving = self._ledger.rows_of(after_releasing)
-        room = self.available(counting_cache=counting_cache)
+        core = self._core
+        rooms = core.rooms(counting_cache)
         if leaving.size:
-            room += int((self._ledger.page_counts(leaving) - self._ledger.shared[leaving]).sum())
-            if counting_cache and self._core.prefix is not None:
-                room += self._core.prefix.unlocked_by(leaving)
+            back = int((self._ledger.page_counts(leaving) - self._ledger.shared[leaving]).sum())
+            rooms[core.pool.group] += back
+            if core.side is not None:
+                rooms[core.side.pool.group] += core.side.held(leaving)[1].size
+            if counting_cache and core.prefix is not None:
+                unlocked, beside = core.prefix.unlocked_by(leaving)
+                rooms[core.pool.group] += unlocked
+                if core.side is not None:
+                    rooms[core.side.pool.group] += beside
         if isinstance(plan_or_lengths, Plan):
             self._check_plan(plan_or_lengths)
-            return plan_or_lengths.need_without(leaving) <= room
+            net = plan_or_lengths.need_without(leaving)
+            return all(need <= rooms[group] for group, need in net.items())
         lengths = int64_array(plan_or_lengths, "lengths")
         counts(lengths, lengths.size, "lengths")
         if lengths.size > self._ledger.free_rows + leaving.size:
             return False
         pages = -(-lengths // self.page_size)
         return not pages.size or (
-            int(pages.max()) <= self._ledger.row_pages and int(pages.sum()) <= room
+            int(pages.max()) <= self._ledger.row_pages and int(pages.sum()) <= min(rooms.values())
         )
 
     def stats(self) -> Stats:
         """A frozen snapshot of absolute numbers, in time that grows with ``max_requests``."""
-        pool, ledger, tree = self._core.pool, self._ledger, self._core.tree
-        cached = tree.cached if tree is not None else 0
-        group = GroupStats(
-            total=pool.num_pages,
-            free=pool.free,
-            quarantined=pool.waiting,
-            cached=cached,
-            locked=cached - tree.evictable if tree is not None else 0,
-            pinned=0,
-            owned=pool.num_pages - pool.free - pool.waiting - cached,
-            high_water=pool.high_water,
-            evicted=tree.evicted if tree is not None else 0,
-        )
+        core, ledger, tree = self._core, self._ledger, self._core.tree
+        groups = {
+            core.pool.group: _group_stats(
+                core.pool, *((tree.cached, tree.evictable, tree.evicted) if tree else (0, 0, 0))
+            )
+        }
+        if core.side is not None:
+            beside = (0, 0, 0)
+            if tree is not None:
+                beside = (tree.side_cached, tree.side_evictable, tree.side_evicted)
+            groups[core.side.pool.group] = _group_stats(core.side.pool, *beside)
         rows = RowStats(
             ledger.max_requests, ledger.open_rows, ledger.free_rows, ledger.waiting_rows
         )
         live = ledger.live()
         return Stats(
-            MappingProxyType({"full": group}),
+            MappingProxyType(groups),
             rows,
             MappingProxyType(dict(self._refusals)),
             committed=int(ledger.committed.take(live).sum()),
@@ -254,6 +291,15 @@ class Holdings:
         """How contiguous the page ids of ``x`` (all open requests if None) are."""
         rows = self._ledger.live() if x is None else self._ledger.rows_of(x)
         return page_runs(self._ledger, rows)
+
+    @counted
+    def frontier(self, x: Any) -> Int64:
+        """The window's frontier, tokens, int64 ``(n,)``: what is below it was evicted.
+
+        Raises:
+            ValueError: this allocator was made without a window.
+        """
+        return self._window().first.take(self._ledger.rows_of(x)) * self.page_size
 
     def owners(self) -> Int64:
         """Who has each page, int64 ``(num_pages + 1,)``, a copy; entry 0 is the padding page.
@@ -293,10 +339,22 @@ class Holdings:
         if core.tree is not None and core.prefix is not None:
             laws.check_locks(core.tree, core.prefix.holds, core.quarantine)
             laws.check_shared(core.ledger, core.tree, core.prefix.holds)
-        laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine)
+        window = core.side if isinstance(core.side, Window) else None
+        laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine, core.side)
+        if window is not None:
+            laws.check_window(core.ledger, window, core.tree)
         laws.check_row_ids(core.ledger, core.quarantine)
         if device:
             laws.check_table(core.ledger, core.device)
+            if window is not None:
+                laws.check_window_table(
+                    core.ledger, window, core.tree, core.quarantine, core.device
+                )
+
+    def _window(self) -> Window:
+        if not isinstance(self._core.side, Window):
+            raise ValueError("this allocator has no window group: make it with window=")
+        return self._core.side
 
     def _check_plan(self, plan: Any) -> None:
         if not isinstance(plan, Plan):
@@ -310,3 +368,17 @@ class Holdings:
 
     def _count(self, refusal: AllocError) -> None:
         self._refusals[type(refusal).__name__] += 1
+
+
+def _group_stats(pool: PagePool, cached: int, evictable: int, evicted: int) -> GroupStats:
+    return GroupStats(
+        total=pool.num_pages,
+        free=pool.free,
+        quarantined=pool.waiting,
+        cached=cached,
+        locked=cached - evictable,
+        pinned=0,
+        owned=pool.num_pages - pool.free - pool.waiting - cached,
+        high_water=pool.high_water,
+        evicted=evicted,
+    )

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sgalloc.errors import LawViolation
+from sgalloc.groups import Side
+from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64
 from sgalloc.ledger import Ledger
 from sgalloc.pages import CACHED, FREE, WAITING, Int32, PagePool, describe_holder
@@ -49,7 +51,7 @@ def check_locks(tree: RadixTree, holds: dict[int, Node], quarantine: Quarantine)
     Raises:
         LawViolation: naming a page of the node.
     """
-    held = [*holds.values(), *(node for entry in quarantine.entries for node in entry.nodes)]
+    held = [*holds.values(), *quarantine.nodes()]
     locks: dict[Node, int] = {}
     for node in held:
         step: Node | None = node
@@ -88,23 +90,39 @@ def check_shared(ledger: Ledger, tree: RadixTree, holds: dict[int, Node]) -> Non
 
 
 def check_pages(
-    ledger: Ledger, pool: PagePool, tree: RadixTree | None, quarantine: Quarantine
+    ledger: Ledger,
+    pool: PagePool,
+    tree: RadixTree | None,
+    quarantine: Quarantine,
+    side: Side | None = None,
 ) -> None:
-    """The partition law: each page in exactly one place, ids compared as multisets.
+    """The partition law of every group.
 
     Raises:
         LawViolation: naming the page and both places, or the page that is nowhere.
     """
+    nodes = tree.nodes() if tree is not None else []
     owners, owned = ledger.owned_pages(ledger.live())
+    cached = [node.pages for node in nodes]
+    _check_group(pool, owned, owners, quarantine.page_ids(), cached)
+    if side is not None:
+        owners, owned = side.held(ledger.live())
+        cached = [node.sides[node.sides != 0] for node in nodes if node.sides is not None]
+        _check_group(side.pool, owned, owners, quarantine.side_ids(), cached)
+    if tree is not None:
+        _check_counts(tree)
+
+
+def _check_group(
+    pool: PagePool, owned: Int32, owners: Int64, waiting: Int32, cached: list[Int32]
+) -> None:
+    """Each page is in exactly one place, ids compared as multisets."""
     parts: list[tuple[Int32, int | Int64]] = [
         (pool.free_ids(), FREE),
-        (quarantine.page_ids(), WAITING),
+        (waiting, WAITING),
         (owned, owners),
+        *((ids, CACHED) for ids in cached),
     ]
-    if tree is not None:
-        nodes = tree.nodes()
-        parts.extend((node.pages, CACHED) for node in nodes)
-        _check_counts(tree)
     ids = np.concatenate([part[0] for part in parts])
     places = np.concatenate([np.broadcast_to(p, ids_.shape) for ids_, p in parts])
     outside = ((ids < 1) | (ids > pool.num_pages)).nonzero()[0]
@@ -179,21 +197,116 @@ def check_table(ledger: Ledger, device: Device) -> None:
             expected = np.zeros_like(held)
         else:
             expected = (ledger.page_list(row)[:, None] * size + offsets).reshape(-1)
-        wrong = (held[: expected.size] != expected).nonzero()[0]
-        if wrong.size:
-            column = int(wrong[0])
+        _compare(f"req_to_token[{row}, ", held, expected)
+
+
+def check_window(ledger: Ledger, window: Window, tree: RadixTree | None) -> None:
+    """What each row holds of the window group lies within its extent, and is shared as it says.
+
+    Raises:
+        LawViolation: naming the row.
+    """
+    rows = ledger.live()
+    first, stop = window.first.take(rows), window.stop.take(rows)
+    pages, committed = ledger.page_counts(rows), ledger.committed.take(rows)
+    for broken, law in (
+        ((first < 0) | (first > stop), "0 <= frontier <= end of the window pages"),
+        (stop > pages, "window pages lie below A"),
+        (first * ledger.page_size > ledger.allocated.take(rows), "frontier <= A"),
+        # A page that a trim cut below the frontier is taken afresh by the next growth.
+        (stop < pages - 1, "window pages reach to A"),
+    ):
+        at = broken.nonzero()[0]
+        if at.size:
+            i = at[0]
             raise LawViolation(
-                f"req_to_token[{row}, {column}] is {held[column]} on the device, "
-                f"but the ledger says {expected[column]}"
+                f"row {rows[i]} breaks '{law}': window pages [{first[i]}, {stop[i]}) of "
+                f"{pages[i]} pages, C={committed[i]}"
             )
+    if tree is None:
+        return
+    beside: dict[int, int] = {}
+    for node in tree.nodes():
+        if node.sides is not None:
+            beside.update(zip(node.pages.tolist(), node.sides.tolist(), strict=True))
+    for row, low, high in zip(rows.tolist(), first.tolist(), stop.tolist(), strict=True):
+        for at in range(low, min(high, int(ledger.shared[row]))):
+            page = int(ledger.pages[row, at])
+            if beside.get(page) != int(window.pages[row, at]):
+                raise LawViolation(
+                    f"row {row} reads window page {window.pages[row, at]} at page {at}, but the "
+                    f"prefix cache has {beside.get(page)} beside page {page}"
+                )
+
+
+def check_window_table(
+    ledger: Ledger,
+    window: Window,
+    tree: RadixTree | None,
+    quarantine: Quarantine,
+    device: Device,
+) -> None:
+    """The window's table, 0 below each frontier, and the map, as the device has them.
+
+    Pages in quarantine keep their place in the map until their event is done.
+
+    Raises:
+        LawViolation: naming the entry and both values.
+    """
+    size = ledger.page_size
+    offsets = np.arange(size, dtype=np.int32)
+    for row in [0, *ledger.live().tolist()]:
+        held = device.read_side_rows(np.array([row]))[0]
+        if row == 0:
+            expected = np.zeros_like(held)
+        else:
+            first, stop = int(window.first[row]), int(window.stop[row])
+            ids = window.pages[row, first:stop]
+            slots = (ids[:, None] * size + offsets).reshape(-1)
+            expected = np.concatenate((np.zeros(first * size, np.int32), slots))
+        _compare(f"window_table[{row}, ", held, expected)
+    if not window.mapped:
+        return
+    found = device.read_map()
+    beside = np.zeros(found.size // size, np.int32)
+    for row in ledger.live().tolist():
+        own = max(int(ledger.shared[row]), int(window.first[row]))
+        stop = int(window.stop[row])
+        if stop > own:
+            beside[ledger.pages[row, own:stop]] = window.pages[row, own:stop]
+    for node in tree.nodes() if tree is not None else []:
+        if node.sides is not None:
+            beside[node.pages] = node.sides
+    expected = np.where(beside[:, None] != 0, beside[:, None] * size + offsets, 0)
+    waiting = quarantine.page_ids()
+    expected[waiting] = found.reshape(-1, size)[waiting]
+    _compare("full_to_window[", found, expected.reshape(-1))
+
+
+def _compare(name: str, held: Int32, expected: Int32) -> None:
+    wrong = (held[: expected.size] != expected).nonzero()[0]
+    if wrong.size:
+        at = int(wrong[0])
+        raise LawViolation(
+            f"{name}{at}] is {held[at]} on the device, but the ledger says {expected[at]}"
+        )
 
 
 def _check_counts(tree: RadixTree) -> None:
     nodes = tree.nodes()
-    cached = sum(node.pages.size for node in nodes)
-    evictable = sum(node.pages.size for node in nodes if not node.locks)
-    if (cached, evictable) != (tree.cached, tree.evictable):
+    counted = (tree.cached, tree.evictable, tree.side_cached, tree.side_evictable)
+    found = (
+        sum(node.pages.size for node in nodes),
+        sum(node.pages.size for node in nodes if not node.locks),
+        sum(_live(node) for node in nodes),
+        sum(_live(node) for node in nodes if not node.locks),
+    )
+    if counted != found or any(node.live != _live(node) for node in nodes):
         raise LawViolation(
-            f"the prefix cache counts {tree.cached} pages, {tree.evictable} evictable, "
-            f"but holds {cached}, {evictable} evictable"
+            "the prefix cache counts {} pages, {} evictable, and {} and {} in the second "
+            "group, but holds {}, {}, {} and {}".format(*counted, *found)
         )
+
+
+def _live(node: Node) -> int:
+    return 0 if node.sides is None else int((node.sides != 0).sum())

@@ -29,6 +29,7 @@ class Ledger:
         handle: the handle of the row's request, int64; 0 where none is open.
         pages: page ids of each row, int32 ``(max_requests + 1, row_pages)``; entries from
             A on are stale.
+        group: name of the group that the table's slots belong to.
         namespace: namespace of each open row that has one.
         per_page, per_page_less_one, per_row: page_size, page_size - 1 and row_pages, as
             operands of arithmetic on columns.
@@ -45,6 +46,7 @@ class Ledger:
         "decode_steps",
         "epoch",
         "free_rows",
+        "group",
         "handle",
         "max_requests",
         "namespace",
@@ -61,8 +63,11 @@ class Ledger:
         "waiting_rows",
     )
 
-    def __init__(self, max_requests: int, row_width: int, page_size: int) -> None:
+    def __init__(
+        self, max_requests: int, row_width: int, page_size: int, group: str = "full"
+    ) -> None:
         rows = max_requests + 1
+        self.group = group
         self.max_requests = max_requests
         self.row_width = row_width
         self.row_pages = row_width // page_size
@@ -217,6 +222,10 @@ class Ledger:
         self.pages_flat[where] = ids
         self.allocated[rows] = allocated
         self.version += 1
+
+    def note(self, where: Int64, ids: Int32) -> None:
+        """Enter the ids of a step before it is done, behind A, where the lists are stale."""
+        self.pages_flat[where] = ids
 
     def commit_to(self, rows: Int64, lengths: Int64) -> None:
         """C = ``lengths`` (tokens), which A covers already."""

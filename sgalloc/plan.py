@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from sgalloc.errors import RowTooNarrow
 from sgalloc.inputs import Int64
 from sgalloc.ledger import NO_ROWS, Ledger, concatenate, spread
+from sgalloc.pages import Int32
 
 
 class Segments:
@@ -61,6 +62,33 @@ class Gather(NamedTuple):
     growing: Int64 | None = None
 
 
+class SideWrite(NamedTuple):
+    """Pages of a second group that a launch writes, or clears.
+
+    Attributes:
+        places: flat places in the group's own table, ``row * row_pages + number``, int64
+            ``(n,)``; -1 for those that it does not show.
+        ids: page ids of the second group, int32 ``(n,)``; 0 clears the place, and the map.
+        mains: page ids of the main group, int32 ``(n,)``, whose slots the map sends to those
+            of ``ids``; 0 leaves the map alone.
+    """
+
+    places: Int64
+    ids: Int32
+    mains: Int32
+
+
+class SidePart(Protocol):
+    """What a plan does in a second group."""
+
+    group: str
+    need: int
+    gain: int
+
+    def without(self, leaving: Int64) -> int:
+        """Pages that it takes, net, if the rows ``leaving`` were no part of the plan."""
+
+
 class Plan:
     """What one call will do, or has done. Pure until applied.
 
@@ -76,6 +104,7 @@ class Plan:
         extents: A afterwards of the rows that grow, tokens, int64, as ``growth.rows``.
         fits: whether the pages could be had when the plan was made.
         ready: once applied, an event that is done when the table is written.
+        side: what it does in the second group, or None where there is no such group.
     """
 
     __slots__ = (
@@ -91,6 +120,7 @@ class Plan:
         "nxt",
         "ready",
         "rows",
+        "side",
         "start",
         "stop",
         "version",
@@ -130,6 +160,7 @@ class Plan:
         self.version = ledger.version
         self.fits = True
         self.ready: Any = None
+        self.side: Any = None
         self.cur = cur
         at = self.growing = (stop > cur).nonzero()[0]
         if not at.size:
@@ -162,20 +193,35 @@ class Plan:
     @property
     def need(self) -> dict[str, int]:
         """Pages that the plan takes, per group."""
-        return {"full": self.num_new_pages}
+        main = self.growth.total if self.growth is not None else 0
+        part: SidePart | None = self.side
+        if part is None:
+            return {self.ledger.group: main}
+        return {self.ledger.group: main, part.group: part.need}
 
     @property
     def gain(self) -> dict[str, int]:
         """Pages that the plan gives back first, per group."""
-        return {"full": 0}
+        part: SidePart | None = self.side
+        if part is None:
+            return {self.ledger.group: 0}
+        return {self.ledger.group: 0, part.group: part.gain}
 
-    def need_without(self, leaving: Int64) -> int:
-        """Pages that the plan takes if the rows ``leaving`` were no part of it."""
+    def attach(self, part: SidePart) -> None:
+        """Let ``part`` say what the plan does in the second group."""
+        self.side = part
+        self.num_new_pages += part.need
+
+    def need_without(self, leaving: Int64) -> dict[str, int]:
+        """Pages that the plan takes, net, per group, if the rows ``leaving`` were no part of it."""
         growth = self.growth
-        if growth is None:
-            return 0
-        stays = ~np.isin(growth.rows, leaving)
-        return int(growth.count[stays].sum())
+        net = {self.ledger.group: 0}
+        if growth is not None:
+            stays = ~np.isin(growth.rows, leaving)
+            net[self.ledger.group] = int(growth.count[stays].sum())
+        if self.side is not None:
+            net[self.side.group] = self.side.without(leaving)
+        return net
 
     def __repr__(self) -> str:
         return (

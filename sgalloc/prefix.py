@@ -21,6 +21,8 @@ class Node:
     Attributes:
         tokens: the token ids on these pages, int64 ``(len(pages) * page_size,)``.
         pages: page ids, int32.
+        sides: their pages in the second group, int32, 0 for none; None without such a group.
+        live: how many of ``sides`` there are.
         end: pages from the root to the end of this node; negative once evicted.
         locks: open requests (and waiting events) that hold this node or one below it.
         last_use: clock of the last use.
@@ -33,22 +35,32 @@ class Node:
         "children",
         "end",
         "last_use",
+        "live",
         "locks",
         "name",
         "pages",
         "parent",
         "queued",
         "seq",
+        "sides",
         "tokens",
     )
 
     def __init__(
-        self, parent: Node | None, tokens: Int64, pages: Int32, last_use: int, seq: int
+        self,
+        parent: Node | None,
+        tokens: Int64,
+        pages: Int32,
+        sides: Int32 | None,
+        last_use: int,
+        seq: int,
     ) -> None:
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.tokens = tokens
         self.pages = pages
+        self.sides = sides
+        self.live = 0 if sides is None else int(np.count_nonzero(sides))
         self.end: int = pages.size + (parent.end if parent is not None else 0)
         self.locks = 0
         self.last_use = last_use
@@ -71,7 +83,18 @@ class Victim(NamedTuple):
     @property
     def pages(self) -> Int32:
         """Their ids, int32."""
-        return self.node.pages[self.node.pages.size - self.taken :]
+        last: Int32 = self.node.pages[self.node.pages.size - self.taken :]
+        return last
+
+    @property
+    def sides(self) -> Int32:
+        """Those of them in the second group, int32, as many as there are."""
+        node = self.node
+        if node.sides is None:
+            return node.pages[:0]
+        last = node.sides[node.sides.size - self.taken :]
+        live: Int32 = last[last != 0]
+        return live
 
 
 class RadixTree:
@@ -84,6 +107,7 @@ class RadixTree:
         cached: pages in the tree.
         evictable: those that no request holds.
         evicted: pages evicted so far.
+        side_cached, side_evictable, side_evicted: the same in the second group.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -96,6 +120,9 @@ class RadixTree:
         self.cached = 0
         self.evictable = 0
         self.evicted = 0
+        self.side_cached = 0
+        self.side_evictable = 0
+        self.side_evicted = 0
 
     # -- use -------------------------------------------------------------------------------
 
@@ -136,13 +163,19 @@ class RadixTree:
     def match(self, name: Hashable, tokens: Int64) -> tuple[Node | None, int]:
         """As `common`, but as a use: the node returned ends where the prefix does."""
         node, matched = self.common(name, tokens)
-        if node is None:
-            return None, 0
-        node = self._ending_at(node, matched)
-        self.touch(node)
-        return node, matched
+        return self.use(node, matched)
 
-    def insert(self, name: Hashable, tokens: Int64, pages: Int32) -> tuple[Node | None, int]:
+    def use(self, node: Node | None, pages: int) -> tuple[Node | None, int]:
+        """Use the first ``pages`` pages of the path to ``node``: the node that ends there."""
+        if node is None or not pages:
+            return None, 0
+        node = self._ending_at(node, pages)
+        self.touch(node)
+        return node, pages
+
+    def insert(
+        self, name: Hashable, tokens: Int64, pages: Int32, sides: Int32 | None = None
+    ) -> tuple[Node | None, int]:
         """Enter ``tokens``; a use of the whole path.
 
         Args:
@@ -150,6 +183,7 @@ class RadixTree:
             tokens: int64, whole pages.
             pages: ids, int32, one for each page of tokens; those that the tree knows
                 already are left to the caller.
+            sides: ids in the second group, int32, as many, 0 for none.
 
         Returns:
             The node that ends where the tokens do (None for no tokens), and the pages that
@@ -163,16 +197,40 @@ class RadixTree:
         if node is None:
             node = self._roots.get(name)
             if node is None:
-                node = self._roots[name] = Node(None, tokens[:0], pages[:0], 0, 0)
+                node = self._roots[name] = Node(None, tokens[:0], pages[:0], None, 0, 0)
                 node.name = name
         rest = tokens[matched * self._page_size :].copy()
-        new = Node(node, rest, pages[matched:].copy(), self._clock, self._seq)
+        beside = None if sides is None else sides[matched:].copy()
+        new = Node(node, rest, pages[matched:].copy(), beside, self._clock, self._seq)
         self._seq += new.pages.size
         node.children[self._key(new)] = new
         self.cached += new.pages.size
         self.evictable += new.pages.size
+        self.side_cached += new.live
+        self.side_evictable += new.live
         self._enqueue(new)
         return new, matched
+
+    def take_over(self, node: Node, sides: Int32) -> None:
+        """Give pages on the path to ``node`` pages of the second group, where they have none.
+
+        Args:
+            node: where the path ends.
+            sides: ids, int32, one a page of the path, 0 for none.
+        """
+        step = node
+        while step.parent is not None:
+            assert step.sides is not None
+            fresh = sides[step.start : step.end]
+            taken = (step.sides == 0) & (fresh != 0)
+            count = int(np.count_nonzero(taken))
+            if count:
+                step.sides = np.where(taken, fresh, step.sides)
+                step.live += count
+                self.side_cached += count
+                if not step.locks:
+                    self.side_evictable += count
+            step = step.parent
 
     def touch(self, node: Node) -> None:
         """Mark the path to ``node`` as used now."""
@@ -189,6 +247,15 @@ class RadixTree:
             node = node.parent
         return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
 
+    def sides_to(self, node: Node | None) -> Int32:
+        """As `pages_to`, in the second group, 0 for none."""
+        parts = []
+        while node is not None and node.parent is not None:
+            assert node.sides is not None
+            parts.append(node.sides)
+            node = node.parent
+        return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
+
     # -- locks -----------------------------------------------------------------------------
 
     def lock(self, node: Node) -> None:
@@ -197,6 +264,7 @@ class RadixTree:
         while step.parent is not None:
             if step.locks == 0:
                 self.evictable -= step.pages.size
+                self.side_evictable -= step.live
             step.locks += 1
             step = step.parent
 
@@ -207,21 +275,27 @@ class RadixTree:
             step.locks -= 1
             if step.locks == 0:
                 self.evictable += step.pages.size
+                self.side_evictable += step.live
                 self._enqueue(step)
             step = step.parent
 
-    def unlocked_by(self, nodes: list[Node]) -> int:
-        """Pages that would become evictable if the locks at ``nodes`` were taken back."""
+    def unlocked_by(self, nodes: list[Node]) -> tuple[int, int]:
+        """Pages that would become evictable if the locks at ``nodes`` were taken back.
+
+        Returns:
+            Those of the main group, and of the second one.
+        """
         held: dict[Node, int] = {}
-        pages = 0
+        pages = sides = 0
         for node in nodes:
             step = node
             while step.parent is not None:
                 held[step] = held.get(step, 0) + 1
                 if held[step] == step.locks:
                     pages += step.pages.size
+                    sides += step.live
                 step = step.parent
-        return pages
+        return pages, sides
 
     def ancestor(self, node: Node, pages: int) -> Node | None:
         """The node on the path to ``node`` that ends after ``pages`` pages (None for none)."""
@@ -229,8 +303,10 @@ class RadixTree:
 
     # -- eviction --------------------------------------------------------------------------
 
-    def victims(self, count: int) -> list[Victim]:
-        """The next ``count`` pages to go; at most `evictable`. Nothing changes.
+    def victims(self, count: int, sides: int = 0) -> list[Victim]:
+        """The next pages to go: ``count``, and among them ``sides`` of the second group.
+
+        At most `evictable` and `side_evictable`. Nothing changes.
 
         Leaves first, least recently used, ties by insertion, one page at a time from the
         ends of leaves. A run has one time of use, so its pages go one after the other.
@@ -239,7 +315,7 @@ class RadixTree:
         chosen: list[Victim] = []
         seen: list[tuple[int, int, int, Node]] = []
         gone: dict[Node, int] = {}
-        while count > 0:
+        while count > 0 or sides > 0:
             entry = heapq.heappop(queue)
             node = entry[-1]
             alone = not node.children or gone.get(node) == len(node.children)
@@ -250,9 +326,14 @@ class RadixTree:
                 heapq.heappush(queue, self._entry(node))
                 continue
             seen.append(entry)
-            taken = min(count, node.pages.size)
-            chosen.append(Victim(node, taken))
+            taken = min(max(count, 0), node.pages.size)
+            if sides > 0:
+                taken = max(taken, _last_with(node, sides))
+            victim = Victim(node, taken)
+            chosen.append(victim)
             count -= taken
+            if sides > 0:
+                sides -= victim.sides.size
             parent = node.parent
             if taken == node.pages.size and parent is not None and parent.parent is not None:
                 gone[parent] = gone.get(parent, 0) + 1
@@ -264,7 +345,9 @@ class RadixTree:
 
     def evict(self, victims: list[Victim]) -> None:
         """Take out what `victims` named."""
-        for node, taken in victims:
+        for victim in victims:
+            node, taken = victim
+            gone = victim.sides.size
             left = node.pages.size - taken
             parent = node.parent
             assert parent is not None
@@ -276,6 +359,9 @@ class RadixTree:
                     pages, tokens = pages.copy(), tokens.copy()
                 node.pages, node.tokens = pages, tokens
                 node.end -= taken
+                if node.sides is not None:
+                    node.sides = node.sides[:left].copy()
+                    node.live -= gone
             else:
                 del parent.children[self._key(node)]
                 node.end = _DEAD
@@ -287,6 +373,9 @@ class RadixTree:
             self.cached -= taken
             self.evictable -= taken
             self.evicted += taken
+            self.side_cached -= gone
+            self.side_evictable -= gone
+            self.side_evicted += gone
 
     # -- looking ---------------------------------------------------------------------------
 
@@ -319,10 +408,19 @@ class RadixTree:
         assert parent is not None
         at = pages - node.start
         cut = at * self._page_size
+        beside = None if node.sides is None else node.sides[:at].copy()
         upper = Node(
-            parent, node.tokens[:cut].copy(), node.pages[:at].copy(), node.last_use, node.seq
+            parent,
+            node.tokens[:cut].copy(),
+            node.pages[:at].copy(),
+            beside,
+            node.last_use,
+            node.seq,
         )
         upper.locks = node.locks
+        if node.sides is not None:
+            node.sides = node.sides[at:].copy()
+            node.live -= upper.live
         parent.children[self._key(node)] = upper
         node.parent = upper
         node.tokens, node.pages = node.tokens[cut:].copy(), node.pages[at:].copy()
@@ -338,6 +436,15 @@ class RadixTree:
         if not node.queued and node.locks == 0 and (leaf or not node.children):
             node.queued = True
             heapq.heappush(self._queue, self._entry(node))
+
+
+def _last_with(node: Node, sides: int) -> int:
+    """How many of the last pages of ``node`` hold ``sides`` of the second group; at most all."""
+    assert node.sides is not None
+    if node.live < sides:
+        return node.pages.size
+    live = (node.sides[::-1] != 0).cumsum()
+    return int(live.searchsorted(sides)) + 1
 
 
 class Match:

@@ -7,20 +7,45 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sgalloc.events import is_done, pollable
+from sgalloc.groups import NO_PAGES, Side, clearing
 from sgalloc.inputs import Int64
-from sgalloc.ledger import Ledger
-from sgalloc.pages import Int32, PagePool
+from sgalloc.ledger import NO_ROWS, Ledger, concatenate
+from sgalloc.pages import WAITING, Int32, PagePool
 from sgalloc.prefix import Node, RadixTree
 
 if TYPE_CHECKING:
     from sgalloc.device import Device
 
 
-class _Waiting(NamedTuple):
-    event: Any
-    pages: Int32
+class Returning(NamedTuple):
+    """What goes back together.
+
+    Attributes:
+        ids: pages of the main group, int32.
+        owners: who holds each, int64.
+        rows: closed rows, int64.
+        nodes: locked nodes of the prefix cache, to be unlocked.
+        side_ids, side_owners: as the first two, in the second group.
+        unmapped: pages of the main group whose slots leave the map, int32.
+    """
+
+    ids: Int32
+    owners: Int64
     rows: Int64
     nodes: list[Node]
+    side_ids: Int32 = NO_PAGES
+    side_owners: Int64 = NO_ROWS
+    unmapped: Int32 = NO_PAGES
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing goes back."""
+        return not (self.ids.size or self.rows.size or self.nodes or self.side_ids.size)
+
+
+class _Waiting(NamedTuple):
+    event: Any
+    what: Returning
 
 
 class Quarantine:
@@ -31,8 +56,14 @@ class Quarantine:
     """
 
     def __init__(
-        self, pool: PagePool, ledger: Ledger, tree: RadixTree | None, device: Device
+        self,
+        pool: PagePool,
+        ledger: Ledger,
+        tree: RadixTree | None,
+        device: Device,
+        side: Side | None = None,
     ) -> None:
+        self._side = side
         self._device = device
         self._pool = pool
         self._ledger = ledger
@@ -52,9 +83,25 @@ class Quarantine:
             return pollable(after)
         return None if is_done(after) else after
 
-    def add(self, event: Any, pages: Int32, rows: Int64, nodes: list[Node]) -> None:
-        """Hold ``pages`` (in the pool's quarantine already), ``rows`` and locks at ``nodes``."""
-        self.entries.append(_Waiting(event, pages, rows, nodes))
+    def unmap(self, pages: Int32, event: Any) -> None:
+        """Clear the map for ``pages`` that go back at once, before anything else is changed."""
+        if event is None and pages.size:
+            self._device.write(None, None, None, None, clearing(pages))
+
+    def give_back(self, what: Returning, event: Any) -> None:
+        """Free ``what``, which `unmap` was told of, now, or once ``event`` is done."""
+        if what.empty:
+            return
+        if event is None:
+            self._pool.give(what.ids, what.owners)
+            if self._side is not None:
+                self._side.pool.give(what.side_ids, what.side_owners)
+            self._unlock(what.nodes)
+            return
+        self._pool.hand_over(what.ids, what.owners, WAITING)
+        if self._side is not None:
+            self._side.pool.hand_over(what.side_ids, what.side_owners, WAITING)
+        self.entries.append(_Waiting(event, what))
 
     def settle(self) -> None:
         """Take in all whose event is done; one that is not done holds nobody back.
@@ -66,23 +113,37 @@ class Quarantine:
         done = [is_done(entry.event) for entry in self.entries]
         if not any(done):
             return
-        entries, self.entries = self.entries, []
-        for entry, ready in zip(entries, done, strict=True):
-            if not ready:
-                self.entries.append(entry)
-                continue
-            self._pool.return_waiting(entry.pages)
-            self._ledger.return_rows(entry.rows)
-            for node in entry.nodes:
-                assert self._tree is not None
-                self._tree.unlock(node)
+        coming = [entry.what for entry, ready in zip(self.entries, done, strict=True) if ready]
+        unmapped = [what.unmapped for what in coming if what.unmapped.size]
+        if unmapped:
+            self._device.write(None, None, None, None, clearing(np.concatenate(unmapped)))
+        self.entries = [
+            entry for entry, ready in zip(self.entries, done, strict=True) if not ready
+        ]
+        for what in coming:
+            self._pool.return_waiting(what.ids)
+            if self._side is not None:
+                self._side.pool.return_waiting(what.side_ids)
+            self._ledger.return_rows(what.rows)
+            self._unlock(what.nodes)
 
     def page_ids(self) -> Int32:
-        """The pages that wait, int32."""
-        parts = [entry.pages for entry in self.entries]
-        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+        """The pages of the main group that wait, int32."""
+        return concatenate([entry.what.ids for entry in self.entries], np.int32)
+
+    def side_ids(self) -> Int32:
+        """The pages of the second group that wait, int32."""
+        return concatenate([entry.what.side_ids for entry in self.entries], np.int32)
 
     def row_ids(self) -> Int64:
         """The rows that wait, int64."""
-        parts = [entry.rows for entry in self.entries]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return concatenate([entry.what.rows for entry in self.entries], np.int64)
+
+    def nodes(self) -> list[Node]:
+        """The nodes of the prefix cache that wait, locked."""
+        return [node for entry in self.entries for node in entry.what.nodes]
+
+    def _unlock(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            assert self._tree is not None
+            self._tree.unlock(node)

@@ -8,10 +8,12 @@ import numpy as np
 
 from sgalloc.caching import PrefixCache, Prepared
 from sgalloc.core import Core
+from sgalloc.groups import NO_PAGES
+from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64
 from sgalloc.ledger import NO_ROWS
-from sgalloc.pages import WAITING, Int32
 from sgalloc.prefix import Node
+from sgalloc.quarantine import Returning
 
 
 def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
@@ -31,13 +33,22 @@ def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
     held, shared = ledger.page_counts(rows), ledger.shared.take(rows)
     if not np.count_nonzero((committed != before) | (keep != held)):
         return
+    owners, ids = ledger.page_range(rows, np.maximum(keep, shared), held)
+    what = Returning(ids, owners, NO_ROWS, [])
+    side, cut = core.side, None
+    if side is not None:
+        cut = side.cutting(rows, committed, keep)
+        unmapped = ids if side.mapped else NO_PAGES
+        what = what._replace(side_ids=cut.ids, side_owners=cut.owners, unmapped=unmapped)
+        core.quarantine.unmap(unmapped, event)
     nodes = []
     if core.prefix is not None:
         for at in (keep < shared).nonzero()[0].tolist():
             nodes.append(core.prefix.shorten(int(rows[at]), int(keep[at])))
-    owners, ids = ledger.page_range(rows, np.maximum(keep, shared), held)
     ledger.cut(rows, committed, keep)
-    _give_back(core, ids, owners, NO_ROWS, nodes, event)
+    if side is not None and cut is not None:
+        side.cut(rows, cut)
+    core.quarantine.give_back(what._replace(nodes=nodes), event)
 
 
 def release(core: Core, rows: Int64, prepared: list[Prepared], after: Any) -> None:
@@ -47,7 +58,15 @@ def release(core: Core, rows: Int64, prepared: list[Prepared], after: Any) -> No
     core.settle()
     if not rows.size:
         return
+    side = core.side
     shared, held = ledger.shared.take(rows), ledger.page_counts(rows)
+    if side is not None and side.mapped:
+        leaving = ledger.page_range(rows, shared, held)[1]
+        if prepared:
+            assert core.prefix is not None
+            entering = core.prefix.entering(prepared)
+            leaving = leaving[~np.isin(leaving, entering)]
+        core.quarantine.unmap(leaving, event)
     nodes = core.prefix.drop(rows) if core.prefix is not None else []
     if prepared:
         assert core.prefix is not None
@@ -62,8 +81,44 @@ def release(core: Core, rows: Int64, prepared: list[Prepared], after: Any) -> No
             nodes += entered
     else:
         owners, ids = ledger.page_range(rows, shared, held)
+    what = Returning(ids, owners, rows, nodes)
+    if side is not None:
+        beside, side_ids = side.held(rows)
+        # What entered the prefix cache is no longer the row's.
+        still = side.pool.holder.take(side_ids) == beside
+        what = what._replace(
+            side_ids=side_ids[still],
+            side_owners=beside[still],
+            unmapped=ids if side.mapped else NO_PAGES,
+        )
+        side.close(rows)
     ledger.close(rows, waiting=event is not None)
-    _give_back(core, ids, owners, rows, nodes, event)
+    core.quarantine.give_back(what, event)
+
+
+def evict_window(
+    core: Core,
+    window: Window,
+    rows: Int64,
+    committed: Int64,
+    upto: Int64 | None,
+    after: Any,
+) -> None:
+    """Move the frontiers of ``rows``, and give back what is below them."""
+    event = core.quarantine.pending(after)
+    core.settle()
+    part = window.moving(rows, committed, upto)
+    if not np.count_nonzero(part.leave != part.first):
+        return
+    owners, ids = window.gained(part)
+    # What has left the window is not read, so an event that no stream can wait for holds back
+    # the pages alone.
+    behind = None if event is None else core.device.waitable(after)
+    core.device.write(None, None, None, behind, window.write(part, NO_PAGES))
+    window.applied(part, NO_PAGES)
+    core.ledger.version += 1
+    what = Returning(NO_PAGES, NO_ROWS, NO_ROWS, [], ids, owners)
+    core.quarantine.give_back(what, event)
 
 
 def _enter(
@@ -74,31 +129,17 @@ def _enter(
     Returns:
         Marks in pages, int64 ``(n,)`` each: a request's own pages below the first are
         duplicates of cached ones, those from the second on are not settled or not known;
-        and the nodes that are new.
+        and the nodes that are new, or took over a page of the second group.
     """
     upto, resume = held.copy(), held.copy()
     place = {row: at for at, row in enumerate(rows.tolist())}
     entered = []
     prefix.tree.tick()
     for one in prepared:
-        node, known = prefix.enter(one)
+        node, known, took = prefix.enter(one)
         at = place[one.row]
         upto[at] = max(known, shared[at])
         resume[at] = max(one.pages, shared[at])
-        if node is not None and known < one.pages:
+        if node is not None and (known < one.pages or took):
             entered.append(node)
     return upto, resume, entered
-
-
-def _give_back(
-    core: Core, ids: Int32, owners: Int64, rows: Int64, nodes: list[Node], event: Any
-) -> None:
-    if event is not None:
-        if ids.size or rows.size or nodes:
-            core.pool.hand_over(ids, owners, WAITING)
-            core.quarantine.add(event, ids, rows, nodes)
-        return
-    core.pool.give(ids, owners)
-    for node in nodes:
-        assert core.tree is not None
-        core.tree.unlock(node)

@@ -40,7 +40,7 @@ FLOORS = {
     "sgalloc.exports": 3,
     "sgalloc.holdings": 3,
     "sgalloc.transfer": 3,
-    "sgalloc.groups": 3,
+    "sgalloc.groups": 2,
     "sgalloc.trust": 3,
     "sgalloc.interop": 3,
     "sgalloc.distributed": 3,

@@ -5,19 +5,24 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from sgalloc.device.cpu import CpuDevice
-from sgalloc.device.exported import Exported
+from sgalloc.device.exported import Exported, SideTables
 from sgalloc.inputs import Int64
 from sgalloc.pages import Int32
-from sgalloc.plan import Gather, Segments
+from sgalloc.plan import Gather, Segments, SideWrite
 
-__all__ = ["CpuDevice", "Device", "Exported", "Writer", "open_device"]
+__all__ = ["CpuDevice", "Device", "Exported", "SideTables", "Writer", "open_device"]
 
 
 class Writer(Protocol):
     """Who writes a step into the table."""
 
     def write(
-        self, pages: Segments | None, ids: Int32 | None, gather: Gather | None, after: Any
+        self,
+        pages: Segments | None,
+        ids: Int32 | None,
+        gather: Gather | None,
+        after: Any,
+        side: SideWrite | None = None,
     ) -> Any:
         """One launch: the slots of pages ``ids`` go where ``pages`` says, then ``gather``.
 
@@ -26,6 +31,7 @@ class Writer(Protocol):
             ids: page ids, int32 ``(pages.total,)``.
             gather: slots to be gathered after the write, or None.
             after: a CUDA event that the write waits for, or None.
+            side: pages of the second group to be written or cleared, or None.
 
         Returns:
             An event that is done when the table is written.
@@ -44,6 +50,14 @@ class Device(Writer, Protocol):
     @property
     def page_table(self) -> Any:
         """Page ids of each row, int32 ``(max_requests + 1, row_pages)``; None unless wanted."""
+
+    @property
+    def side_table(self) -> Any:
+        """Slots of the second group, of the shape of `table`; None where it has none."""
+
+    @property
+    def side_map(self) -> Any:
+        """From slots of the main group to those of the second, int32; None unless wanted."""
 
     @property
     def staging(self) -> tuple[int, int, int]:
@@ -83,6 +97,9 @@ class Device(Writer, Protocol):
             An event that is done when they are written.
         """
 
+    def waitable(self, after: Any) -> Any:
+        """``after``, if the stream of a write can wait for it; None where it cannot."""
+
     def event(self, after: Any) -> Any:
         """``after`` as something that can be polled, if it is an event of this device's kind."""
 
@@ -101,6 +118,12 @@ class Device(Writer, Protocol):
     def read_rows(self, rows: Int64) -> Int32:
         """A host copy of whole rows, for checks alone."""
 
+    def read_side_rows(self, rows: Int64) -> Int32:
+        """The same of the second group's table."""
+
+    def read_map(self) -> Int32:
+        """A host copy of the map, for checks alone."""
+
 
 def open_device(
     name: str,
@@ -110,6 +133,7 @@ def open_device(
     stream: Any = None,
     reader: Any = None,
     page_table: bool = False,
+    side: SideTables | None = None,
 ) -> Device:
     """The device called ``name``: "cpu", "cuda", "cuda:N", or "auto" for a GPU where there is one.
 
@@ -126,7 +150,7 @@ def open_device(
     if kind == "cpu" or (kind == "auto" and missing is not None):
         if stream is not None or reader is not None:
             raise ValueError("stream= and reader= are for a GPU: the CPU has no streams")
-        return CpuDevice(max_requests, row_width, page_size, page_table)
+        return CpuDevice(max_requests, row_width, page_size, page_table, side)
     if missing is not None:
         raise ValueError(f"device {name!r} cannot be used: {missing}; or use device='cpu'")
     from cupy.cuda import runtime
@@ -139,7 +163,9 @@ def open_device(
             f"device {name!r} is not here: this machine has {runtime.getDeviceCount()} GPUs, "
             "counted from 0"
         )
-    return CudaDevice(index, max_requests, row_width, page_size, stream, reader, page_table)
+    return CudaDevice(
+        index, max_requests, row_width, page_size, stream, reader, page_table, side
+    )
 
 
 def cuda_missing() -> str | None:

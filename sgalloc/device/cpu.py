@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sgalloc.device.exported import Exported
+from sgalloc.device.exported import Exported, SideTables
 from sgalloc.device.ready import DONE, Done
 from sgalloc.errors import WrongState
 from sgalloc.events import is_done
 from sgalloc.inputs import Int64
 from sgalloc.ledger import spread, touch
 from sgalloc.pages import Int32
-from sgalloc.plan import Gather, Segments
+from sgalloc.plan import Gather, Segments, SideWrite
 
 
 class CpuDevice:
@@ -26,7 +26,12 @@ class CpuDevice:
     rounds_from = 1 << 62
 
     def __init__(
-        self, max_requests: int, row_width: int, page_size: int, page_table: bool = False
+        self,
+        max_requests: int,
+        row_width: int,
+        page_size: int,
+        page_table: bool = False,
+        side: SideTables | None = None,
     ) -> None:
         self.ranged: dict[str, str] = {}
         rows = max_requests + 1
@@ -40,15 +45,25 @@ class CpuDevice:
             self._page_table = np.zeros((rows, self._row_pages), np.int32)
         self._offsets: Int32 = np.arange(page_size, dtype=np.int32)
         self._whole_rows = row_width % page_size == 0
-        # The table by pages: (rows * row_pages, page_size), or (rows, row_pages, page_size)
-        # where a row ends in a piece smaller than a page.
+        self._by_page = self._pages_of(self._table)
+        self._side_table: Int32 | None = None
+        self._side_map: Int32 | None = None
+        if side is not None and side.table:
+            self._side_table = np.zeros((rows, row_width), np.int32)
+            self._side_by_page = self._pages_of(self._side_table)
+        if side is not None and side.mapped:
+            self._side_map = np.zeros(side.mapped, np.int32)
+
+    def _pages_of(self, table: Int32) -> Int32:
+        """A table by pages: (rows * row_pages, page_size), or (rows, row_pages, page_size) where
+        a row ends in a piece smaller than a page.
+        """
         if self._whole_rows:
-            self._by_page = self._table.reshape(-1, page_size)
-        else:
-            whole = self._table[:, : self._row_pages * page_size]
-            strides = (whole.strides[0], 4 * page_size, 4)
-            shape = (rows, self._row_pages, page_size)
-            self._by_page = np.lib.stride_tricks.as_strided(whole, shape, strides)
+            return table.reshape(-1, self._page_size)
+        whole = table[:, : self._row_pages * self._page_size]
+        strides = (whole.strides[0], 4 * self._page_size, 4)
+        shape = (table.shape[0], self._row_pages, self._page_size)
+        return np.lib.stride_tricks.as_strided(whole, shape, strides)
 
     @property
     def table(self) -> Int32:
@@ -60,8 +75,23 @@ class CpuDevice:
         """Page ids of each row, int32 ``(max_requests + 1, row_pages)``; None unless wanted."""
         return self._page_table
 
+    @property
+    def side_table(self) -> Int32 | None:
+        """Slots of the second group, int32, of the shape of `table`; None where it has none."""
+        return self._side_table
+
+    @property
+    def side_map(self) -> Int32 | None:
+        """From slots of the main group to those of the second, int32; None unless wanted."""
+        return self._side_map
+
     def write(
-        self, pages: Segments | None, ids: Int32 | None, gather: Gather | None, after: Any
+        self,
+        pages: Segments | None,
+        ids: Int32 | None,
+        gather: Gather | None,
+        after: Any,
+        side: SideWrite | None = None,
     ) -> Done:
         """Write the slots of ``ids`` where ``pages`` says, then gather; done on return.
 
@@ -85,9 +115,29 @@ class CpuDevice:
                 self._by_page[row, number] = slots
             if self._page_table is not None:
                 self._page_table.reshape(-1)[pages.where] = ids
+        if side is not None:
+            self._write_side(side)
         if gather is not None:
             gather.out[:] = self.gather(gather.rows, gather.start, gather.stop)
         return DONE
+
+    def _write_side(self, side: SideWrite) -> None:
+        slots = side.ids.reshape(-1, 1) * self._per_page + self._offsets
+        slots[side.ids == 0] = 0
+        shown = side.places >= 0
+        if self._side_table is not None and shown.any():
+            places = side.places[shown]
+            if self._whole_rows:
+                self._side_by_page[places] = slots[shown]
+            else:
+                row, number = np.divmod(places, self._row_pages)
+                self._side_by_page[row, number] = slots[shown]
+        mapped = side.mains != 0
+        if self._side_map is not None and mapped.any():
+            self._side_map.reshape(-1, self._page_size)[side.mains[mapped]] = slots[mapped]
+
+    def waitable(self, after: Any) -> None:
+        """A CPU has no stream that could wait."""
 
     def event(self, after: Any) -> Any:
         """``after`` itself: a CPU has no events of its own kind."""
@@ -159,6 +209,16 @@ class CpuDevice:
     def read_rows(self, rows: Int64) -> Int32:
         """A copy of whole rows."""
         return self._table[rows]
+
+    def read_side_rows(self, rows: Int64) -> Int32:
+        """A copy of whole rows of the second group's table."""
+        assert self._side_table is not None
+        return self._side_table[rows]
+
+    def read_map(self) -> Int32:
+        """A copy of the map."""
+        assert self._side_map is not None
+        return self._side_map.copy()
 
     def _slots(self, ids: Int32) -> Int32:
         if self._page_size == 1:

@@ -19,3 +19,15 @@ class Exported(NamedTuple):
     indptr: Any
     indices: Any
     last_page_len: Any
+
+
+class SideTables(NamedTuple):
+    """What a device keeps of a second group.
+
+    Attributes:
+        table: whether a table of its slots, of the shape of ``req_to_token``.
+        mapped: entries of the map from slots of the main group to its own; 0 for no map.
+    """
+
+    table: bool
+    mapped: int

@@ -1,0 +1,314 @@
+"""Sliding window attention: a second group of pages, for the last tokens of each request alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgalloc.errors import WrongState
+from sgalloc.groups import NO_PAGES, Cut
+from sgalloc.inputs import Int64, whole_number
+from sgalloc.ledger import NO_ROWS, Ledger, spread
+from sgalloc.pages import Int32, PagePool
+from sgalloc.plan import Plan, SideWrite
+
+_MOST = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """Settings of the group ``window``.
+
+    Attributes:
+        tokens: positions that a token attends to, itself included.
+        num_pages: pages in the group, ids 1..``num_pages``.
+        slot_map: whether ``full_to_window`` is kept.
+        evict_every: tokens by which a frontier has to be behind before it moves by itself; 1
+            moves it by every page. `KVAllocator.evict_window` with ``upto`` heeds it not.
+    """
+
+    tokens: int
+    num_pages: int
+    slot_map: bool = False
+    evict_every: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "num_pages", "evict_every"):
+            number = whole_number(getattr(self, name), f"window.{name}", 1, _MOST)
+            object.__setattr__(self, name, number)
+        if not isinstance(self.slot_map, bool):
+            raise TypeError(f"window.slot_map must be True or False, got {self.slot_map!r}")
+
+
+class WindowPart:
+    """What a plan does in the window group.
+
+    A row holds the window pages of its page numbers ``[first, stop)``. Afterwards it holds
+    ``[leave, end)``: what is below ``leave`` reads 0, what is from `begin` on is new.
+
+    Attributes:
+        rows: int64 ``(n,)``, those of the plan.
+        first, stop: now, pages, int64 ``(n,)``.
+        leave, end: afterwards, pages, int64 ``(n,)``.
+        begin: first new page, int64 ``(n,)``.
+        own: first page that the row does not share, at least ``first``, int64 ``(n,)``.
+        need: new pages.
+        gain: pages that go back first.
+    """
+
+    group = "window"
+
+    __slots__ = ("begin", "end", "first", "gain", "leave", "need", "own", "rows", "stop")
+
+    def __init__(
+        self, rows: Int64, first: Int64, stop: Int64, leave: Int64, end: Int64, shared: Int64
+    ) -> None:
+        self.rows = rows
+        self.first = first
+        self.stop = stop
+        self.leave = leave
+        self.end = end
+        self.begin = np.maximum(stop, leave)
+        self.own = np.maximum(first, shared)
+        self.need = int((self.end - self.begin).sum())
+        self.gain = int(self.back().sum())
+
+    def back(self) -> Int64:
+        """Pages that each row gives back, int64 ``(n,)``."""
+        back: Int64 = np.maximum(np.minimum(self.leave, self.stop) - self.own, 0)
+        return back
+
+    def without(self, leaving: Int64) -> int:
+        """Pages that it takes, net, if the rows ``leaving`` were no part of the plan."""
+        stays = ~np.isin(self.rows, leaving)
+        return int(((self.end - self.begin) - self.back())[stays].sum())
+
+
+class Window:
+    """The group ``window``: which window pages each row holds.
+
+    Attributes:
+        tokens: positions that a token attends to.
+        pool: the pages.
+        mapped: whether the map ``full_to_window`` is kept.
+        first: the frontier of each row, pages, int64 ``(max_requests + 1,)``.
+        stop: one past the last window page of each row, int64; below A only where a trim went
+            below the frontier and cut a page.
+        pages: window page ids of each row by page number, int32
+            ``(max_requests + 1, row_pages)``; stale outside ``[first, stop)``.
+    """
+
+    def __init__(self, ledger: Ledger, settings: SlidingWindow, prefix_cache: bool) -> None:
+        self._ledger = ledger
+        self.tokens = settings.tokens
+        self.pool = PagePool(settings.num_pages, "window")
+        self.mapped = settings.slot_map
+        rows = ledger.max_requests + 1
+        self.first: Int64 = np.zeros(rows, np.int64)
+        self.stop: Int64 = np.zeros(rows, np.int64)
+        self.pages: Int32 = np.zeros((rows, ledger.row_pages), np.int32)
+        self.pages_flat: Int32 = self.pages.reshape(-1)
+        size = ledger.page_size
+        # A prefix that others may share ends on a page edge, and needs a whole window below it.
+        self._keep = -(-max(self.tokens, size) // size) * size if prefix_cache else self.tokens
+        self._every = settings.evict_every
+
+    # -- plans -----------------------------------------------------------------------------
+
+    def part(
+        self, plan: Plan, evict: bool, tail: int | Int64 | None, main_only: bool
+    ) -> WindowPart:
+        """What ``plan`` does in this group. See `Side.part`.
+
+        Raises:
+            WrongState: a tail for a row that holds window pages.
+            ValueError: a tail longer than what is new, or one that does not begin on a page edge.
+        """
+        if main_only:
+            raise ValueError("logical_only= is for sparse=: a window group always grows along")
+        rows = plan.rows
+        first, stop = self.first.take(rows), self.stop.take(rows)
+        per_page = self._ledger.per_page
+        # A page that a trim cut is taken afresh by the next token.
+        end = np.where(plan.stop > plan.start, plan.nxt // per_page, stop)
+        if tail is not None:
+            leave = self._tail(plan, first, stop, tail)
+        elif evict:
+            leave = self.frontier(rows, plan.start)
+        else:
+            leave = first
+        return WindowPart(rows, first, stop, leave, end, self._ledger.shared.take(rows))
+
+    def frontier(self, rows: Int64, committed: Int64, upto: Int64 | None = None) -> Int64:
+        """Where the frontier of ``rows`` would go, pages, int64 ``(n,)``; it never falls.
+
+        Args:
+            rows: int64 ``(n,)``.
+            committed: C, tokens, int64 ``(n,)``.
+            upto: tokens below which all may go, at most C; None for what left the window.
+        """
+        first, size = self.first.take(rows), self._ledger.page_size
+        if upto is not None:
+            return np.maximum(first, upto // size)
+        wanted = np.maximum(committed - self._keep, 0) // size
+        return np.where((wanted - first) * size >= self._every, np.maximum(wanted, first), first)
+
+    def moving(self, rows: Int64, committed: Int64, upto: Int64 | None) -> WindowPart:
+        """A part that moves frontiers and takes nothing."""
+        first, stop = self.first.take(rows), self.stop.take(rows)
+        leave = self.frontier(rows, committed, upto)
+        return WindowPart(
+            rows, first, stop, leave, np.maximum(stop, leave), self._ledger.shared.take(rows)
+        )
+
+    def _tail(self, plan: Plan, first: Int64, stop: Int64, tail: int | Int64) -> Int64:
+        holds = (stop > first).nonzero()[0]
+        if holds.size:
+            row = int(plan.rows[holds[0]])
+            raise WrongState(
+                f"window_tail= is for rows that hold no window page, and row {row} holds "
+                f"{stop[holds[0]] - first[holds[0]]}: extend it without, or evict_window first"
+            )
+        size = self._ledger.page_size
+        begin = plan.stop - tail
+        fresh = plan.stop - plan.start
+        grows = fresh > 0
+        for broken, law in (
+            (tail > fresh, "is longer than the {fresh} new tokens"),
+            (grows & (begin % size != 0), "leaves {begin} tokens before it, no whole pages"),
+        ):
+            at = np.broadcast_to(broken, begin.shape).nonzero()[0]
+            if at.size:
+                i = int(at[0])
+                length = int(np.broadcast_to(tail, begin.shape)[i])
+                text = law.format(fresh=int(fresh[i]), begin=int(begin[i]))
+                raise ValueError(
+                    f"window_tail={length} of row {plan.rows[i]} {text}: give a tail of at most "
+                    f"the new tokens that begins on a page edge (page_size={size})"
+                )
+        return np.where(grows, begin // size, first)
+
+    def gained(self, part: WindowPart) -> tuple[Int64, Int32]:
+        """Rows and ids of the pages that ``part`` gives back first."""
+        if not part.gain:
+            return NO_ROWS, NO_PAGES
+        return self._range(part.rows, part.own, part.own + part.back())
+
+    def takers(self, part: WindowPart) -> Int64:
+        """The row of each page that ``part`` takes, int64."""
+        return part.rows.repeat(part.end - part.begin)
+
+    def write(self, part: WindowPart, ids: Int32) -> SideWrite | None:
+        """What the device has to write for ``part``, whose new pages are ``ids``."""
+        ledger, rows = self._ledger, part.rows
+        base = rows * ledger.per_row
+        gone = part.leave - part.first
+        cleared = spread(base + part.first, gone)
+        fresh = spread(base + part.begin, part.end - part.begin)
+        if not cleared.size and not fresh.size:
+            return None
+        places = np.concatenate((cleared, fresh)) if cleared.size else fresh
+        new_ids = np.concatenate((np.zeros(cleared.size, np.int32), ids)) if cleared.size else ids
+        if not self.mapped:
+            return SideWrite(places, new_ids, np.zeros(places.size, np.int32))
+        mains = ledger.pages_flat.take(places)
+        if cleared.size:
+            # What the prefix cache holds keeps its window page, and its place in the map.
+            number = cleared - base.repeat(gone)
+            mains[: cleared.size][number < ledger.shared.take(rows).repeat(gone)] = 0
+        return SideWrite(places, new_ids, mains)
+
+    def applied(self, part: WindowPart, ids: Int32) -> None:
+        """Note that ``part`` was done with ``ids``."""
+        rows = part.rows
+        self.pages_flat[spread(rows * self._ledger.per_row + part.begin, part.end - part.begin)] = (
+            ids
+        )
+        self.first[rows] = part.leave
+        self.stop[rows] = part.end
+
+    # -- giving back -----------------------------------------------------------------------
+
+    def held(self, rows: Int64) -> tuple[Int64, Int32]:
+        """Rows (repeated) and ids of the window pages that ``rows`` own."""
+        first = np.maximum(self.first.take(rows), self._ledger.shared.take(rows))
+        return self._range(rows, first, np.maximum(self.stop.take(rows), first))
+
+    def cutting(self, rows: Int64, committed: Int64, keep: Int64) -> Cut:
+        """What goes back if C of ``rows`` becomes ``committed``, with ``keep`` pages. Pure."""
+        size = self._ledger.page_size
+        first, stop = self.first.take(rows), self.stop.take(rows)
+        below = committed < first * size
+        floor = committed // size
+        new_first = np.where(below, floor, first)
+        new_stop = np.where(below, floor, np.minimum(stop, keep))
+        begin = np.maximum(np.maximum(first, self._ledger.shared.take(rows)), new_stop)
+        owners, ids = self._range(rows, begin, np.maximum(stop, begin))
+        return Cut(owners, ids, (new_first, new_stop))
+
+    def cut(self, rows: Int64, cut: Cut) -> None:
+        """Note that ``cut``, of these ``rows``, was done."""
+        self.first[rows], self.stop[rows] = cut.marks
+
+    def close(self, rows: Int64) -> None:
+        """Forget what ``rows`` held."""
+        self.first[rows] = 0
+        self.stop[rows] = 0
+
+    # -- sharing ---------------------------------------------------------------------------
+
+    def adopt(self, row: int, sides: Int32) -> None:
+        """Let a fresh ``row`` begin with cached pages; their window pages are ``sides``, or 0."""
+        first = _live_from(sides)
+        self.pages[row, : sides.size] = sides
+        self.first[row] = first
+        self.stop[row] = sides.size
+
+    def readable(self, sides: Int32) -> Int32:
+        """``sides`` without those below a missing one: the frontier of who shares them is there."""
+        seen = sides.copy()
+        seen[: _live_from(sides)] = 0
+        return seen
+
+    def own_sides(self, row: int, count: int) -> Int32:
+        """The window pages of the first ``count`` pages of ``row``, 0 for none, int32."""
+        sides = np.zeros(count, np.int32)
+        first, stop = int(self.first[row]), min(int(self.stop[row]), count)
+        if stop > first:
+            sides[first:stop] = self.pages[row, first:stop]
+        return sides
+
+    def share(self, row: int, at: int, sides: Int32) -> None:
+        """From page ``at`` on the row goes on with ``sides``, where it holds window pages."""
+        first, stop = int(self.first[row]), int(self.stop[row])
+        low, high = max(first, at), min(stop, at + sides.size)
+        if high > low:
+            self.pages[row, low:high] = sides[low - at : high - at]
+
+    def usable(self, sides: Int32) -> int:
+        """How many leading pages a request may share: its last window has to be live, pages.
+
+        Args:
+            sides: window page ids of a cached prefix, int32, 0 for none.
+        """
+        count = sides.size
+        if not count:
+            return 0
+        size = self._ledger.page_size
+        lengths = np.arange(1, count + 1, dtype=np.int64)
+        needed = np.maximum(lengths * size - self.tokens, 0) // size
+        last_dead = np.maximum.accumulate(np.where(sides == 0, lengths - 1, -1))
+        good = (last_dead < needed).nonzero()[0]
+        return int(lengths[good[-1]]) if good.size else 0
+
+    def _range(self, rows: Int64, first: Int64, stop: Int64) -> tuple[Int64, Int32]:
+        count = stop - first
+        where = spread(rows * self._ledger.per_row + first, count)
+        return rows.repeat(count), self.pages_flat.take(where)
+
+
+def _live_from(sides: Int32) -> int:
+    """The page from which on all window pages are there."""
+    dead = (sides == 0).nonzero()[0]
+    return int(dead[-1]) + 1 if dead.size else 0
