@@ -20,7 +20,8 @@ struct Step {
     i32 first_new_at;
     i32 new_at_at;
     u32 serial;       // of a captured update: which one this is, from 1
-    i32 spare[15];
+    i32 tile_runs_at; // see apply_step; 0: there are none
+    i32 spare[14];
 };
 static_assert(sizeof(Step) == 128, "the host writes this layout");
 
@@ -50,6 +51,8 @@ static __device__ __forceinline__ void gather_step(
 // places: int64; one a page, row * row_pages + number; or, for runs, such that page i of run r
 //         has the place places[r] + i, counted over the whole step.
 // offsets: int32 (runs,), number of the first page of each run, ascending from 0.
+// tile_runs: int32 (tiles + 1,), the run of the first page of each tile, and the last run of all.
+//            Found by a search where the host did not say, at the price of a chain of loads.
 static __device__ __forceinline__ void apply_step(const Tables& t, i32 tile, const Step* step) {
     __shared__ i64 entries[kTilePages];
     __shared__ i32 ids[kTilePages];
@@ -59,25 +62,34 @@ static __device__ __forceinline__ void apply_step(const Tables& t, i32 tile, con
     const i64* places = array<i64>(step, step->places_at);
     const i32* page_ids = array<i32>(step, step->ids_at);
     const i32* offsets = array<i32>(step, step->offsets_at);
+    const i32* tile_runs =
+        runs && step->tile_runs_at ? array<i32>(step, step->tile_runs_at) + blockIdx.x : nullptr;
     for (i32 begin = blockIdx.x * tile; begin < pages; begin += gridDim.x * tile) {
         i32 count = min(tile, pages - begin);
-        if (runs) {
+        i32 first_run = 0, last_run = 0;
+        if (tile_runs) {
+            first_run = tile_runs[0];
+            last_run = tile_runs[1];
+            tile_runs += gridDim.x;
+        } else if (runs) {
             if (threadIdx.x < 2) {
                 i32 page = threadIdx.x == 0 ? begin : begin + count - 1;
                 run_bounds[threadIdx.x] = insertion(offsets, 0, runs, page) - 1;
             }
             __syncthreads();
+            first_run = run_bounds[0];
+            last_run = run_bounds[1];
         }
         for (i32 i = threadIdx.x; i < count; i += blockDim.x) {
             i32 page = begin + i;
+            i32 id = page_ids[page];  // on its way during the search
             i64 place;
             if (runs) {
-                i32 run = insertion(offsets, run_bounds[0], run_bounds[1] + 1, page) - 1;
+                i32 run = insertion(offsets, first_run + 1, last_run + 1, page) - 1;
                 place = places[run] + page;
             } else {
                 place = places[page];
             }
-            i32 id = page_ids[page];
             if (t.pages) t.pages[place] = id;
             if (t.page_size == 1) {
                 t.slots[entry_of(t, place)] = id;

@@ -127,6 +127,9 @@ def _assign(
     if runs:
         run = _view(step + offsets_at, runs, np.int32).searchsorted(page, "right") - 1
         places = _view(step + places_at, runs, np.int64)[run] + page
+        if words[17]:
+            tiles = [*run[:: int(tile)], runs - 1]
+            assert _view(step + int(words[17]), len(tiles), np.int32).tolist() == tiles
     else:
         places = _view(step + places_at, pages, np.int64)
     _write(slots, int(width), int(per_row), int(size), places, ids)

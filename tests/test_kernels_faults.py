@@ -45,8 +45,8 @@ def assign_battery(emulator: Emulator) -> None:
                     Growth(2, 3, 0, 1, 2),
                 ]
                 table = Table(5, 35 * size, size, with_pages=even)
-                wide = size == 16
-                assign(emulator, table, growths, rng, runs=runs, wide=wide, order=[1, 0], **how)
+                told = {"runs": runs, "tiled": runs and seed % 2 == 0, "wide": size == 16}
+                assign(emulator, table, growths, rng, **told, order=[1, 0], **how)
         # More slots are asked for than there are threads.
         for asked in (70, 69):
             growths = [Growth(1, 2, 22, 3, 70), Growth(0, 22, 2, 5, asked)]
@@ -154,7 +154,9 @@ def racing_battery(emulator: Emulator) -> None:
         # The first block writes the first new page of the last request, the second one reads it.
         growths = [Growth(0, 1, 18, 3, 12), Growth(2, 0, 1), Growth(1, 3, 6, 2, 30)]
         how: dict[str, Any] = {"grid": 3, "resident": 3, "threads": 32, "seed": 2}
-        assign(emulator, Table(5, 168, 8), growths, rng, runs=runs, tile=3, **how)
+        told = {"runs": runs, "tile": 3}
+        assign(emulator, Table(5, 168, 8), growths, rng, **told, tiled=runs, **how)
+        assign(emulator, Table(5, 168, 8), growths, rng, **told, **how)
     how = {"tile": 7, "captured": False, "resident": 3, "threads": 32, "seed": 2}
     assign_mapped(emulator, Table(2, 168, 8), [Growth(0, 1, 18), Growth(1, 0, 6)], rng, **how)
     rows, committed, allocated, reserves = some_requests(rng, 3500, 8, 8, 24)

@@ -22,16 +22,27 @@ from cuda_on_cpu.tables import (
     PAGE_SIZES,
     Growth,
     Table,
+    expect_growth,
+    fresh_ids,
+    own_old_pages,
     quad_shift,
     some_growths,
     some_launch,
     some_width,
 )
+from stand_in_cuda import stand_in
 
 import sgalloc
 from sgalloc.device.kernels import THREADS, Geometry
+from sgalloc.plan import Segments
 
+FORMS: dict[str, dict[str, bool]] = {
+    "places": {},
+    "runs": {"runs": True},
+    "runs of tiles": {"runs": True, "tiled": True},
+}
 each_page_size = pytest.mark.parametrize("size", PAGE_SIZES)
+each_form = pytest.mark.parametrize("form", FORMS)
 # Behind so many rows of a thousand slots, entries lie past 2**32.
 FAR_ROW = 5_000_001
 
@@ -43,11 +54,11 @@ def cpu() -> Iterator[Emulator]:
 
 
 @each_page_size
-@pytest.mark.parametrize("runs", [False, True], ids=["places", "runs"])
+@each_form
 def test_assign_pages_writes_the_row_law_and_nothing_else(
-    cpu: Emulator, size: int, runs: bool
+    cpu: Emulator, size: int, form: str
 ) -> None:
-    rng = np.random.default_rng([size, runs])
+    rng = np.random.default_rng([size, len(form)])
     for _ in range(12):
         rows, row_pages = int(rng.integers(1, 30)), int(rng.integers(1, 12))
         table = Table(
@@ -62,7 +73,7 @@ def test_assign_pages_writes_the_row_law_and_nothing_else(
             table,
             some_growths(rng, rows, table.row_pages, size, even=bool(rng.integers(2))),
             rng,
-            runs=runs,
+            **FORMS[form],
             wide=bool(rng.integers(2)),
             idle=bool(rng.integers(2)),
             tile=int(rng.choice([1, 2, 7, 64, 1000, 1024])),
@@ -74,10 +85,59 @@ def test_assign_pages_writes_the_row_law_and_nothing_else(
 def test_a_step_may_fill_its_last_tile_or_not(cpu: Emulator, tile: int) -> None:
     rng = np.random.default_rng(tile)
     for pages in {tile - 1, tile, tile + 1, 2 * tile, 3 * tile + 1}:
-        for size, runs in ((1, True), (4, False), (3, True)):
+        for size, form in ((1, "runs of tiles"), (4, "places"), (3, "runs")):
             table = Table(2, pages * size + size, size)
             growths = [Growth(1, 1, pages, size - 1, pages)]
-            assign(cpu, table, growths, rng, runs=runs, tile=tile, **some_launch(rng))
+            assign(cpu, table, growths, rng, **FORMS[form], tile=tile, **some_launch(rng))
+
+
+@pytest.mark.parametrize("tile", [1, 2, 4, 64, 100])
+def test_runs_begin_and_end_anywhere_in_a_tile(cpu: Emulator, tile: int) -> None:
+    """Runs longer than a tile, as long, and shorter; with each tile, and across its ends."""
+    rng = np.random.default_rng([tile, 2])
+    counts = {
+        "as long": [tile] * 7,
+        "longer": [3 * tile, 1, 2 * tile - 1, 2 * tile, 5],
+        "across": [1, *[tile] * 5, tile + 1],
+        "single": [1] * (2 * tile + 1),
+        "mixed": rng.integers(1, 2 * tile + 2, 9).tolist(),
+    }
+    for pages in counts.values():
+        for size in (1, 4):
+            table = Table(len(pages), (max(pages) + 2) * size, size)
+            growths = [Growth(row, 1, new) for row, new in enumerate(pages)]
+            how = {"runs": True, "tiled": True, "tile": tile}
+            assign(cpu, table, growths, rng, **how, **some_launch(rng))
+
+
+def test_the_host_lays_runs_out_for_the_tile_of_the_launch(cpu: Emulator) -> None:
+    """The kernel gets the bytes that the host has written, and not one more may be read."""
+    rng = np.random.default_rng(13)
+    with stand_in():
+        from sgalloc.device.layout import fill
+        from sgalloc.device.staging import HEADER_BYTES, TILE_RUNS_AT, Block
+
+        for pages, tile in (([5, 1, 9], 4), ([64] * 4, 64), ([3, 1, 1], 1), ([1000, 2], 7)):
+            table = Table(len(pages), (max(pages) + 2) * 4, 4)
+            growths = [Growth(row, 2, new) for row, new in enumerate(pages)]
+            own_old_pages(table, growths, rng)
+            total, n = sum(pages), len(pages)
+            ids = fresh_ids(rng, total, 4)
+            rows, first = np.arange(n), np.full(n, 2)
+            count, per_row = np.array(pages), np.array(table.row_pages)
+            segments = Segments(rows, first, count, total, per_row)
+            memory = np.zeros(HEADER_BYTES + 12 * n + 4 * total + 4 * (-(-total // tile) + 2), "u1")
+            memory = memory[: memory.size // 8 * 8]
+            block = Block(memory, 0)
+            for given in (tile, 0):
+                used = fill(block, segments, ids, None, 0, table.row_pages, given)
+                assert bool(block.words[TILE_RUNS_AT]) == bool(given)
+                expect_growth(table, growths, ids)
+                step = Buffer(memory[:used].copy())
+                cpu.launch("assign_pages", 3, 64, [*table.arguments, np.int32(tile), step])
+                table.check()
+                table.slots.data[...] = table.pages.data[...] = -9
+                own_old_pages(table, growths, rng)
 
 
 @each_page_size
@@ -155,22 +215,22 @@ def test_a_small_step_with_a_gather(cpu: Emulator, size: int) -> None:
             assign(cpu, table, growths, rng, small=True, **how)
 
 
-@pytest.mark.parametrize("runs", [False, True], ids=["places", "runs"])
+@each_form
 @pytest.mark.parametrize("size", [1, 12, 16])
-def test_one_request_with_very_many_pages(cpu: Emulator, size: int, runs: bool) -> None:
+def test_one_request_with_very_many_pages(cpu: Emulator, size: int, form: str) -> None:
     rng = np.random.default_rng(size)
     table = Table(1, 5003 * size, size)
     growth = Growth(0, 2, 5000, 2 * size - 1, 4900 * size)
-    assign(cpu, table, [growth], rng, runs=runs, tile=256, **some_launch(rng, grid=7))
+    assign(cpu, table, [growth], rng, **FORMS[form], tile=256, **some_launch(rng, grid=7))
 
 
-@pytest.mark.parametrize("runs", [False, True], ids=["places", "runs"])
+@each_form
 @pytest.mark.parametrize("size", [1, 12, 16])
-def test_very_many_requests_with_one_page(cpu: Emulator, size: int, runs: bool) -> None:
+def test_very_many_requests_with_one_page(cpu: Emulator, size: int, form: str) -> None:
     rng = np.random.default_rng(size)
     table = Table(3000, 2 * size, size)
     growths = [Growth(row, 1, 1, size, 1) for row in rng.permutation(3000).tolist()]
-    assign(cpu, table, growths, rng, runs=runs, tile=64, **some_launch(rng, grid=40))
+    assign(cpu, table, growths, rng, **FORMS[form], tile=64, **some_launch(rng, grid=40))
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["int32", "int64"])
@@ -227,10 +287,10 @@ def test_a_gather_meets_the_boundaries_of_requests(cpu: Emulator, asked: list[in
 
 def test_nothing_to_do_changes_nothing(cpu: Emulator) -> None:
     rng = np.random.default_rng(0)
-    for runs in (False, True):
+    for form in FORMS.values():
         for idle in (False, True):
-            assign(cpu, Table(3, 20, 4), [], rng, runs=runs, idle=idle)
-            assign(cpu, Table(3, 20, 4), [Growth(1, 2, 0)], rng, runs=runs, idle=idle)
+            assign(cpu, Table(3, 20, 4), [], rng, **form, idle=idle)
+            assign(cpu, Table(3, 20, 4), [Growth(1, 2, 0)], rng, **form, idle=idle)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 24])
@@ -245,8 +305,8 @@ def test_rows_behind_two_to_the_32_entries(cpu: Emulator, size: int, whole: bool
     table = Table(5, width, size, **far)
     assert FAR_ROW * width > 2**32
     growths = [Growth(4, 3, 5, 2 * size, 4 * size), Growth(0, 0, 2, 1, size)]
-    for runs in (False, True):
-        assign(cpu, table, growths, rng, runs=runs)
+    for form in FORMS.values():
+        assign(cpu, table, growths, rng, **form)
     table = Table(5, width, size, **far)
     growths = [Growth(4, 3, 5, 2 * size, size), Growth(0, 0, 2, 1, size)]
     assign_mapped(cpu, table, growths, rng, tile=4, captured=False)
@@ -303,10 +363,10 @@ def test_the_last_slots_of_the_widest_row(cpu: Emulator, size: int, rest: int) -
     pages = extent // size
     there = {"first_row": 3, "first_page": pages - 4}
     assert extent + rest < 2**31
-    for runs in (False, True):
+    for form in FORMS.values():
         table = Table(1, extent + rest, size, **there)
         growths = [Growth(0, pages - 2, 2, extent - 3 * size, 3 * size)]
-        assign(cpu, table, growths, rng, runs=runs)
+        assign(cpu, table, growths, rng, **form)
     table = Table(1, extent + rest, size, **there)
     assign_mapped(cpu, table, growths, rng, tile=4, captured=True, threads=32)
     # Requests that hold all they can: the marks round up past 2**31, and nothing is to be done.
@@ -353,6 +413,17 @@ def test_the_host_tells_the_kernels_which_stores_are_aligned(address: int) -> No
             assert geometry.arguments[-1] == quad_shift(size, width, address)
             assert 1 <= geometry.tile <= 1024
             assert 1 <= geometry.mapped_tile <= THREADS
+
+
+@pytest.mark.parametrize("sms", [1, 20, 132, 148])
+def test_no_step_has_more_tiles_than_the_host_provides_for(sms: int) -> None:
+    for size in (1, 3, 16, 64, 1000, 5000):
+        geometry = Geometry(0, 0, size, size, sms)
+        steps = [1, 2, 63, 64, 65, 131, 132, 133, 5000, 40_000, 10**6, 2**31 - 1]
+        for most in steps:
+            for pages in (step for step in steps if step <= most):
+                tiles = -(-pages // geometry.tile_for(pages))
+                assert tiles <= geometry.most_tiles(most)
 
 
 @pytest.mark.parametrize("sms", [1, 20, 132, 148])

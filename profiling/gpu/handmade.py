@@ -55,25 +55,32 @@ class Growing:
         if form.endswith(ANY_ORDER):
             np.random.default_rng(0).shuffle(rows)
         self._rows, self._each, self._total = rows, each, segments * each
-        self._mapped = form.endswith(MAPPED)
-        self._steps, self._keep = [], []
-        for n in range(sets):
-            first, ids = self._table.first(n), made_up_ids(self._total, page_size, n)
-            if self._mapped:
-                owner, block = small_slot()
-                fill_small_slot(block, rows, first, each, ids, self._table.row_pages)
-                pointer = block.ptr
-            else:
-                memory = np.zeros(self._bytes(form), np.uint8)
-                lay_out(memory, rows, first, each, ids, self._table.row_pages, form)
-                owner = gpu.to_device(memory)
-                pointer = owner.data.ptr
-            self._keep.append(owner)
-            self._steps.append(pointer)
+        self._mapped, self._form, self._sets = form.endswith(MAPPED), form, sets
+        self._steps: dict[int, list[tuple[Any, int]]] = {}
 
-    def _bytes(self, form: str) -> int:
-        places = 0 if form.startswith("runs") else self._total
-        return -(-(128 + 8 * places + 12 * self._rows.size + 4 * self._total) // 128) * 128
+    def _steps_for(self, tile: int) -> list[tuple[Any, int]]:
+        """The step of each set, its owner and its address; runs are told for tiles of ``tile``."""
+        key = tile if self._form.startswith("runs") else 0
+        if key not in self._steps:
+            self._steps[key] = [self._step(n, tile) for n in range(self._sets)]
+        return self._steps[key]
+
+    def _step(self, n: int, tile: int) -> tuple[Any, int]:
+        first, each, per_row = self._table.first(n), self._each, self._table.row_pages
+        ids = made_up_ids(self._total, self.geometry.page_size, n)
+        if self._mapped:
+            owner, block = small_slot()
+            fill_small_slot(block, self._rows, first, each, ids, per_row)
+            return owner, block.ptr
+        memory = np.zeros(self._bytes(tile), np.uint8)
+        lay_out(memory, self._rows, first, each, ids, per_row, self._form, tile)
+        owner = self._gpu.to_device(memory)
+        return owner, owner.data.ptr
+
+    def _bytes(self, tile: int) -> int:
+        runs = self._form.startswith("runs")
+        extra = 4 * (-(-self._total // tile) + 1) if runs else 8 * self._total
+        return -(-(128 + extra + 12 * self._rows.size + 4 * self._total) // 128) * 128
 
     def graph(self, count: int, tile: int = 0, blocks: int = 0, threads: int = THREADS) -> Any:
         """See `Launch`."""
@@ -88,10 +95,11 @@ class Growing:
         tile = tile or geometry.tile_for(self._total)
         blocks = blocks or geometry.blocks(self._total, tile)
         function = kernel("assign_mapped" if self._mapped else "assign_pages", self._gpu.device)
+        steps = self._steps_for(tile)
 
         def put(stream: int) -> None:
             for n in range(count):
-                step = self._steps[n % len(self._steps)]
+                _, step = steps[n % self._sets]
                 arguments = (*geometry.arguments, np.int32(tile), step)
                 function((blocks,), (threads,), arguments, 0, Handle(stream))
 
@@ -102,7 +110,7 @@ class Growing:
         order = self._rows.argsort()
         ids = [
             made_up_ids(self._total, self.geometry.page_size, n).reshape(-1, self._each)[order]
-            for n in range(len(self._steps))
+            for n in range(self._sets)
         ]
         self._table.check(graph, ids)
 
@@ -320,6 +328,7 @@ def lay_out(
     ids: NDArray[np.int32],
     row_pages: int,
     form: str,
+    tile: int = 0,
 ) -> None:
     """Lay out a step by which every row gets ``each`` pages from number ``first`` on.
 
@@ -332,6 +341,7 @@ def lay_out(
         row_pages: whole pages in a row.
         form: ``"runs..."``: one entry a row, as the device lays out large steps; else one a
             page, as it does small ones, and those of one page a row.
+        tile: pages of a tile of the launch; 0: runs do not tell of tiles.
     """
     from sgalloc.device.layout import fill
     from sgalloc.device.staging import HEADER_BYTES, IDS_AT, PAGES, PLACES_AT, Block
@@ -340,7 +350,7 @@ def lay_out(
     start, count = np.full(rows.size, first), np.full(rows.size, each)
     pages = Segments(rows, start, count, ids.size, np.array(row_pages))
     if form.startswith("runs") or each == 1:
-        fill(block, pages, ids, None, 0, row_pages)
+        fill(block, pages, ids, None, 0, row_pages, tile)
         return
     ids_at = HEADER_BYTES + 8 * ids.size
     block.longs[HEADER_BYTES // 8 : ids_at // 8] = pages.where

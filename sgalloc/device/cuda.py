@@ -147,7 +147,8 @@ class CudaDevice:
             runtime.deviceSynchronize()
 
     def _bytes_for(self, pages: int) -> int:
-        return HEADER_BYTES + 4 * pages + 32 * self._max_requests + 64
+        runs = 4 * (self.geometry.most_tiles(pages) + 1)
+        return HEADER_BYTES + 4 * pages + 32 * self._max_requests + runs + 64
 
     def _grow_large(self, size: int) -> None:
         old = self._large
@@ -256,16 +257,19 @@ class CudaDevice:
                 self._launch_small(slot.ptr, total, slots, stream)
             return slot
         runs = 0 if pages is None else pages.rows.size
+        tile = self.geometry.tile_for(total)
         size = HEADER_BYTES + 12 * runs + 4 * total + 20 * asked + 64
         if quiet:
             slot = self._spare.take(size)
             self._fill(slot, pages, ids, gather, uniform, self.row_pages)
             self._launch_step(slot.ptr, total, slots, stream)
             return slot
+        if total > runs:
+            size += 4 * (-(-total // tile) + 1)
         if size > self._large_bytes:
             self._grow_large(size)
         slot = self._large.take()
-        used = self._fill(slot, pages, ids, gather, uniform, self.row_pages)
+        used = self._fill(slot, pages, ids, gather, uniform, self.row_pages, tile)
         runtime.memcpyAsync(slot.target, slot.ptr, used, _HOST_TO_DEVICE, stream)
         self.copies += 1
         self._launch_step(slot.target, total, slots, stream)

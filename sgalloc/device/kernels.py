@@ -99,6 +99,10 @@ class Geometry:
         least = max(1, THREADS // max(1, self.page_size // 4))
         return max(1, min(self.tile, max(spread, least)))
 
+    def most_tiles(self, pages: int) -> int:
+        """Tiles that no step of up to ``pages`` has more of."""
+        return max(self.sms, -(-pages // self.tile))
+
     def blocks(self, pages: int, tile: int, slots: int = 0) -> int:
         """Blocks for ``pages`` in tiles of ``tile`` and ``slots`` gathered; at least one."""
         return max(1, min(max(-(-pages // tile), -(-slots // THREADS)), 8 * self.sms))

@@ -20,11 +20,13 @@ from sgalloc.device.staging import (
     ROW_AT,
     RUNS,
     START_AT,
+    TILE_RUNS_AT,
     TOTAL,
     UNIFORM,
     WIDE,
     Block,
 )
+from sgalloc.inputs import Int64
 from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Segments
 
@@ -82,11 +84,15 @@ def fill(
     gather: Gather | None,
     uniform: int,
     row_pages: int,
+    tile: int = 0,
 ) -> int:
-    """Lay a step out without gaps; the bytes used."""
+    """Lay a step out without gaps; the bytes used.
+
+    With ``tile``, the pages of a tile of its launch, runs come with the first run of each tile.
+    """
     words = slot.words
     cursor = HEADER_BYTES
-    words[:16] = 0
+    words[:16] = words[TILE_RUNS_AT] = 0
     if pages is not None and ids is not None:
         words[PAGES] = pages.total
         words[PLACES_AT] = cursor
@@ -102,6 +108,8 @@ def fill(
             cursor += 8 * n
             words[RUNS] = n
             cursor = _put(slot, OFFSETS_AT, cursor, offsets)
+            if tile:
+                cursor = _put(slot, TILE_RUNS_AT, cursor, _tile_runs(offsets, pages.total, tile))
         cursor = _put(slot, IDS_AT, cursor, ids)
     if gather is not None:
         _describe(slot, gather, uniform)
@@ -117,6 +125,12 @@ def fill(
         _new_pages(gather, pages, fresh, place)
         cursor += 8 * n
     return cursor
+
+
+def _tile_runs(offsets: Int64, total: int, tile: int) -> Int64:
+    """The run of the first page of each tile, and the last run, int64 ``(tiles + 1,)``."""
+    firsts = np.arange(0, total + tile, tile)
+    return offsets.searchsorted(firsts, "right") - 1
 
 
 def uniform_length(gather: Gather) -> int:

@@ -25,7 +25,7 @@ _ASKED_TOGETHER = 7
 PAGES, RUNS, REQUESTS, TOTAL, UNIFORM, WIDE = range(6)
 OUT_LOW = 6
 PLACES_AT, IDS_AT, OFFSETS_AT, ROW_AT, START_AT, OFFSET_AT, FIRST_NEW_AT, NEW_AT_AT = range(8, 16)
-SERIAL = 16
+SERIAL, TILE_RUNS_AT = 16, 17
 
 
 def pinned(size: int) -> tuple[Any, NDArray[np.uint8]]:

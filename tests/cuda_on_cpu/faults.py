@@ -49,8 +49,8 @@ FAULTS: dict[str, Fault] = {
     "no barrier behind the bounds": Fault(
         "assign",
         "assign_pages.cu",
-        "            __syncthreads();\n        }\n        for",
-        "        }\n        for",
+        "            __syncthreads();\n            first_run",
+        "            first_run",
     ),
     "no barrier before the tile is written": Fault(
         "assign",
@@ -67,11 +67,32 @@ FAULTS: dict[str, Fault] = {
     "a page table that nobody wants": Fault(
         "assign",
         "assign_pages.cu",
-        "i32 id = page_ids[page];\n            if (t.pages) t.pages",
-        "i32 id = page_ids[page];\n            t.pages",
+        "                place = places[page];\n            }\n            if (t.pages) t.pages",
+        "                place = places[page];\n            }\n            t.pages",
     ),
     "runs searched behind the tile alone": Fault(
-        "assign", "assign_pages.cu", "run_bounds[1] + 1, page", "run_bounds[1], page"
+        "assign", "assign_pages.cu", "last_run + 1, page", "last_run, page"
+    ),
+    "runs searched in front of the tile's": Fault(
+        "assign", "assign_pages.cu", "offsets, first_run + 1", "offsets, first_run + 2"
+    ),
+    "the first run of another tile": Fault(
+        "assign", "assign_pages.cu", "step->tile_runs_at) + blockIdx.x", "step->tile_runs_at)"
+    ),
+    "a tile that ends with its first run": Fault(
+        "assign", "assign_pages.cu", "last_run = tile_runs[1];", "last_run = tile_runs[0];"
+    ),
+    "runs of the next tile, not of the next of this block": Fault(
+        "assign", "assign_pages.cu", "tile_runs += gridDim.x;", "tile_runs += 1;"
+    ),
+    "runs of tiles past the last one": Fault(
+        "assign",
+        "assign_pages.cu",
+        "last_run = tile_runs[1];",
+        "last_run = tile_runs[1 + gridDim.x];",
+    ),
+    "runs of tiles that the host did not give": Fault(
+        "assign", "assign_pages.cu", "runs && step->tile_runs_at ?", "runs ?"
     ),
     "runs searched from the next tile's": Fault(
         "assign",

@@ -30,6 +30,7 @@ def assign(
     threads: int = 64,
     tile: int = 1024,
     runs: bool = False,
+    tiled: bool = False,
     wide: bool = False,
     idle: bool = False,
     small: bool = False,
@@ -37,14 +38,16 @@ def assign(
 ) -> Stats:
     """Launch assign_pages for `growths`, and hold the table and `out` against the row law.
 
-    Where `small`, its step has the fixed places of one in mapped memory.
+    Where `tiled`, runs come with the first one of each tile. Where `small`, the step has the
+    fixed places of one in mapped memory.
     """
     own_old_pages(table, growths, rng)
     ids = fresh_ids(rng, sum(g.new for g in growths), table.page_size)
     if small:
         step, out = small_step_of(table, growths, ids, wide=wide)
     else:
-        step, out = step_of(table, growths, ids, runs=runs, wide=wide, idle=idle, rng=rng)
+        how_told: dict[str, Any] = {"wide": wide, "idle": idle, "tile": tile if tiled else 0}
+        step, out = step_of(table, growths, ids, runs=runs, **how_told, rng=rng)
     slots = expect_growth(table, growths, ids)
     stats = emulator.launch(
         "assign_pages", grid, threads, [*table.arguments, np.int32(tile), step], **how

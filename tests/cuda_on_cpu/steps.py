@@ -12,7 +12,7 @@ from cuda_on_cpu.tables import Growth, Int32, Rng, Table, distinct
 from numpy.typing import NDArray
 
 NEVER = 2**31 - 1  # `first_new` of a request that this launch gives no page
-STEP = struct.Struct("<6iQ8iI15i")
+STEP = struct.Struct("<6iQ8iIi14i")
 SERIAL_AT = 64
 assert STEP.size == 128
 # A step in mapped memory: so many pages, and so many requests of the gather, at fixed places.
@@ -25,6 +25,11 @@ class Told(NamedTuple):
 
     head: tuple[int, int, int, int, int, int]
     arrays: list[NDArray[Any]]
+
+    def tile_runs(self, tile: int) -> Int32:
+        """The run of the first page of each tile, and the last run."""
+        run_of = np.repeat(np.arange(self.head[1]), np.diff([*self.arrays[2], self.head[0]]))
+        return np.array([*run_of[::tile], self.head[1] - 1], np.int32)
 
     @property
     def total(self) -> int:
@@ -80,15 +85,18 @@ def step_of(
     wide: bool = False,
     idle: bool = False,
     serial: int = 0,
+    tile: int = 0,
     rng: Rng,
 ) -> tuple[Buffer, Buffer]:
     """The step that tells the kernel of `growths`, and the array for the slots asked for.
 
+    With `tile`, the pages of a tile, it says which run the first page of each tile is of.
     Around each array lies a hole that nobody may touch, and an array that the kernel has no use
     for is a hole altogether. Arrays start at odd multiples of their entries' size at times.
     """
     told = tell(table, growths, ids, runs, wide, idle)
-    arrays = told.arrays
+    tiled = bool(tile and told.head[1])
+    arrays = [*told.arrays, *([told.tile_runs(tile)] if tiled else [])]
     offsets, holes, end = [], [], STEP.size
     for array in arrays:
         size = array.dtype.itemsize
@@ -99,7 +107,7 @@ def step_of(
     data = np.zeros(end, np.uint8)
     for start, array in zip(offsets, arrays, strict=True):
         data[start : start + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
-    head = STEP.pack(*told.head, 0, *offsets, serial, *[0] * 15)
+    head = STEP.pack(*told.head, 0, *offsets[:8], serial, offsets[8] if tiled else 0, *[0] * 14)
     data[: STEP.size] = np.frombuffer(head, np.uint8)
     out = out_of(told, wide)
     return Buffer(data, holes=holes, links={24: out}), out
@@ -146,7 +154,7 @@ def small_step_of(
         data[begin : begin + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
         if begin + array.nbytes < end:
             holes.append((begin + array.nbytes, end))
-    head = STEP.pack(*told.head, 0, *offsets, 0, *[0] * 15)
+    head = STEP.pack(*told.head, 0, *offsets, 0, 0, *[0] * 14)
     data[: STEP.size] = np.frombuffer(head, np.uint8)
     out = out_of(told, wide)
     return Buffer(data, holes=holes, links={24: out}), out
