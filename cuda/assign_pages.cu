@@ -1,6 +1,7 @@
 // assign_pages: write the slots of new pages into the rows that grow, then gather.
 #include "common.cuh"
 #include "gather.cuh"
+#include "side_pages.cuh"
 
 // A step as the host lays it out, at the head of a staging slot: 128 bytes.
 struct Step {
@@ -21,7 +22,13 @@ struct Step {
     i32 new_at_at;
     u32 serial;       // of a captured update: which one this is, from 1
     i32 tile_runs_at; // see apply_step; 0: there are none
-    i32 spare[14];
+    u64 side_slots;   // the second group: see side_pages.cuh
+    u64 side_map;
+    i32 side_pages;
+    i32 side_places_at;
+    i32 side_ids_at;
+    i32 side_mains_at;
+    i32 spare[6];
 };
 static_assert(sizeof(Step) == 128, "the host writes this layout");
 
@@ -44,6 +51,17 @@ static __device__ __forceinline__ void gather_step(
                 array<i32>(step, step->first_new_at),
                 array<i32>(step, step->new_at_at)};
     gather(t, g, ids);
+}
+
+static __device__ __forceinline__ void side_step(const Tables& t, const Step* step) {
+    if (!step->side_pages) return;
+    SidePages side = {reinterpret_cast<i32*>(step->side_slots),
+                      reinterpret_cast<i32*>(step->side_map),
+                      step->side_pages,
+                      array<i64>(step, step->side_places_at),
+                      array<i32>(step, step->side_ids_at),
+                      array<i32>(step, step->side_mains_at)};
+    write_side(t, side);
 }
 
 // Apply one step, grid-stride over tiles of `tile` pages, at most kTilePages.
@@ -105,6 +123,7 @@ static __device__ __forceinline__ void apply_step(const Tables& t, i32 tile, con
         __syncthreads();
     }
     gather_step(t, step, page_ids);
+    side_step(t, step);
 }
 
 extern "C" __global__ void assign_pages(

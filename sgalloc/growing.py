@@ -57,9 +57,7 @@ def apply(core: Core, plan: Plan, out: Any, after: Any, writer: Writer | None = 
     plan.fits = True
 
 
-def _apply_both(
-    core: Core, plan: Plan, gather: Gather | None, after: Any, device: Writer
-) -> None:
+def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, device: Writer) -> None:
     """Grow in both groups, or in neither."""
     ledger, pool, side, part = core.ledger, core.pool, core.side, plan.side
     assert side is not None

@@ -230,11 +230,11 @@ def check_window(ledger: Ledger, window: Window, tree: RadixTree | None) -> None
         if node.sides is not None:
             beside.update(zip(node.pages.tolist(), node.sides.tolist(), strict=True))
     for row, low, high in zip(rows.tolist(), first.tolist(), stop.tolist(), strict=True):
-        for at in range(low, min(high, int(ledger.shared[row]))):
-            page = int(ledger.pages[row, at])
-            if beside.get(page) != int(window.pages[row, at]):
+        for number in range(low, min(high, int(ledger.shared[row]))):
+            page = int(ledger.pages[row, number])
+            if beside.get(page) != int(window.pages[row, number]):
                 raise LawViolation(
-                    f"row {row} reads window page {window.pages[row, at]} at page {at}, but the "
+                    f"row {row} reads window page {window.pages[row, number]} there, but the "
                     f"prefix cache has {beside.get(page)} beside page {page}"
                 )
 

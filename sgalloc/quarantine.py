@@ -117,9 +117,7 @@ class Quarantine:
         unmapped = [what.unmapped for what in coming if what.unmapped.size]
         if unmapped:
             self._device.write(None, None, None, None, clearing(np.concatenate(unmapped)))
-        self.entries = [
-            entry for entry, ready in zip(self.entries, done, strict=True) if not ready
-        ]
+        self.entries = [entry for entry, ready in zip(self.entries, done, strict=True) if not ready]
         for what in coming:
             self._pool.return_waiting(what.ids)
             if self._side is not None:

@@ -113,7 +113,7 @@ def places(alloc: sgalloc.KVAllocator) -> dict[str, list[int]]:
     core = alloc._core
     found: dict[str, list[int]] = {
         "free": core.pool.free_ids().tolist(),
-        "waiting": [p for entry in core.quarantine.entries for p in entry.pages.tolist()],
+        "waiting": core.quarantine.page_ids().tolist(),
         "owned": [],
         "cached": [],
     }
@@ -199,9 +199,29 @@ def fingerprint(alloc: sgalloc.KVAllocator) -> tuple[Any, ...]:
         ledger.free_row_ids().tolist(),
         ledger.shared.tolist(),
         dict(ledger.namespace),
-        [(id(e.event), e.pages.tolist(), e.rows.tolist()) for e in core.quarantine.entries],
+        [
+            (id(e.event), e.what.ids.tolist(), e.what.side_ids.tolist(), e.what.rows.tolist())
+            for e in core.quarantine.entries
+        ],
         cache_pages(alloc),
         alloc.req_to_token.tobytes(),
+        side_state(alloc),
+    )
+
+
+def side_state(alloc: sgalloc.KVAllocator) -> tuple[Any, ...]:
+    """The same of the second group, where there is one."""
+    core = alloc._core
+    if core.side is None:
+        return ()
+    held = core.side.held(alloc._ledger.live())
+    tables = (core.device.side_table, core.device.side_map)
+    return (
+        core.side.pool.free_ids().tolist(),
+        core.side.pool.holder.tolist(),
+        [part.tolist() for part in held],
+        [None if table is None else table.tobytes() for table in tables],
+        [] if core.tree is None else [str(node.sides) for node in core.tree.nodes()],
     )
 
 

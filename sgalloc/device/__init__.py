@@ -163,9 +163,7 @@ def open_device(
             f"device {name!r} is not here: this machine has {runtime.getDeviceCount()} GPUs, "
             "counted from 0"
         )
-    return CudaDevice(
-        index, max_requests, row_width, page_size, stream, reader, page_table, side
-    )
+    return CudaDevice(index, max_requests, row_width, page_size, stream, reader, page_table, side)
 
 
 def cuda_missing() -> str | None:

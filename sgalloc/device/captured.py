@@ -9,13 +9,13 @@ import numpy as np
 from cupy.cuda import runtime
 
 from sgalloc.device.kernels import THREADS, Geometry, kernel
-from sgalloc.device.layout import fill
+from sgalloc.device.layout import NO_SIDE, SideAddresses, fill
 from sgalloc.device.ready import DONE, Done
 from sgalloc.device.staging import HEADER_BYTES, SERIAL, Block, pinned
 from sgalloc.device.streams import Handle, current_stream, stream_pointer
 from sgalloc.errors import WrongState
 from sgalloc.pages import Int32
-from sgalloc.plan import Gather, Plan, Segments
+from sgalloc.plan import Gather, Plan, Segments, SideWrite
 
 # Steps that may be staged before they are replayed.
 RING = 8
@@ -29,14 +29,24 @@ class CapturedUpdate:
     """
 
     def __init__(
-        self, device: int, geometry: Geometry, row_pages: int, apply: Any, max_pages: int
+        self,
+        device: int,
+        geometry: Geometry,
+        row_pages: int,
+        apply: Any,
+        max_pages: int,
+        side: SideAddresses = NO_SIDE,
     ) -> None:
+        self._side = side
+        # A step may clear as many pages of the second group as it takes.
+        self._max_beside = 2 * max_pages if side != NO_SIDE else 0
         self._device = device
         self._geometry = geometry
         self._row_pages = row_pages
         self._apply = apply
         self._max_pages = max_pages
-        size = -(-(HEADER_BYTES + 16 * max_pages) // 128) * 128
+        size = HEADER_BYTES + 16 * (max_pages + self._max_beside) + 8
+        size = -(-size // 128) * 128
         with cupy.cuda.Device(device):
             self._stride = size
             self._keep, ring = pinned(size * RING)
@@ -89,7 +99,8 @@ class CapturedUpdate:
                 f"{self._max_pages}: make one with a larger max_pages"
             )
         waiting = (self._staged - int(self._applied[0])) % (1 << 32)
-        if plan.num_new_pages and waiting >= RING:
+        writes = plan.num_new_pages or (plan.side is not None and plan.side.gain)
+        if writes and waiting >= RING:
             raise WrongState(
                 f"{waiting} staged steps wait for their replay, the most there can be: "
                 "replay the graph, and let a replay finish, before the next stage()"
@@ -97,12 +108,22 @@ class CapturedUpdate:
         self._apply(plan, self)
 
     def write(
-        self, pages: Segments | None, ids: Int32 | None, gather: Gather | None, after: Any
+        self,
+        pages: Segments | None,
+        ids: Int32 | None,
+        gather: Gather | None,
+        after: Any,
+        side: SideWrite | None = None,
     ) -> Done:
         """Lay the step out in the ring."""
-        if pages is not None:
+        if side is not None and side.ids.size > self._max_beside:
+            raise ValueError(
+                f"the plan writes or clears {side.ids.size} pages of the second group, but this "
+                f"update was made for {self._max_beside}: make one with a larger max_pages"
+            )
+        if pages is not None or side is not None:
             block = self._blocks[self._staged % RING]
-            fill(block, pages, ids, None, 0, self._row_pages)
+            fill(block, pages, ids, None, 0, self._row_pages, 0, side, self._side)
             self._staged = (self._staged + 1) % (1 << 32)
             # Written last: it tells the kernel that the step is whole.
             block.words[SERIAL] = np.uint32(self._staged).view(np.int32)

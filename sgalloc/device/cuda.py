@@ -10,12 +10,14 @@ import numpy as np
 from cupy.cuda import runtime
 
 from sgalloc.device.captured import CapturedUpdate
-from sgalloc.device.exported import Exported
+from sgalloc.device.exported import Exported, SideTables
 from sgalloc.device.kernels import THREADS, Geometry, kernel
 from sgalloc.device.layout import (
     SMALL_BYTES,
     SMALL_GATHERED,
     SMALL_PAGES,
+    SMALL_SIDE,
+    SideAddresses,
     fill,
     fill_pages,
     fill_small,
@@ -30,7 +32,7 @@ from sgalloc.device.streams import Handle, Ready, current_device, event_pointer,
 from sgalloc.errors import WrongState
 from sgalloc.inputs import Int64
 from sgalloc.pages import Int32
-from sgalloc.plan import Gather, Segments
+from sgalloc.plan import Gather, Segments, SideWrite
 
 _HOST_TO_DEVICE = 1
 # Measured on an H200: below this a kernel reads mapped memory sooner than a copy arrives.
@@ -65,6 +67,7 @@ class CudaDevice:
         stream: Any = None,
         reader: Any = None,
         page_table: bool = False,
+        side: SideTables | None = None,
     ) -> None:
         self.name = f"cuda:{index}"
         self.rounds_from = ROUNDS_FROM
@@ -90,6 +93,12 @@ class CudaDevice:
             self._page_table = (
                 cupy.zeros((rows, self.row_pages), cupy.int32) if page_table else None
             )
+            self._side_table = self._side_map = None
+            if side is not None and side.table:
+                self._side_table = cupy.zeros((rows, row_width), cupy.int32)
+            if side is not None and side.mapped:
+                self._side_map = cupy.zeros(side.mapped, cupy.int32)
+            self._side = SideAddresses(_address(self._side_table), _address(self._side_map))
             pages = self._page_table.data.ptr if self._page_table is not None else 0
             sms = device.attributes["MultiProcessorCount"]
             self.geometry = Geometry(self._table.data.ptr, pages, row_width, page_size, sms)
@@ -117,6 +126,31 @@ class CudaDevice:
     def page_table(self) -> Any:
         """Page ids of each row, a CuPy array, int32 ``(max_requests + 1, row_pages)``, or None."""
         return self._page_table
+
+    @property
+    def side_table(self) -> Any:
+        """Slots of the second group, a CuPy array of the shape of `table`, or None."""
+        return self._side_table
+
+    @property
+    def side_map(self) -> Any:
+        """From slots of the main group to those of the second, a CuPy array, int32, or None."""
+        return self._side_map
+
+    def read_side_rows(self, rows: Int64) -> Int32:
+        """As `read_rows`, of the second group's table."""
+        assert self._side_table is not None
+        with cupy.cuda.Device(self.index):
+            runtime.deviceSynchronize()
+            copy: Int32 = cupy.asnumpy(self._side_table[cupy.asarray(rows)])
+            return copy
+
+    def read_map(self) -> Int32:
+        """A host copy of the map, behind everything written so far; for checks alone."""
+        with cupy.cuda.Device(self.index):
+            runtime.deviceSynchronize()
+            copy: Int32 = cupy.asnumpy(self._side_map)
+            return copy
 
     def read_rows(self, rows: Int64) -> Int32:
         """A host copy of whole rows, behind everything written so far; for checks alone."""
@@ -165,7 +199,7 @@ class CudaDevice:
     def _make_small(self, captured: bool) -> Slot:
         """A slot that the kernel reads in place, with a graph of its own if ``captured``."""
         slot = Slot(SMALL_BYTES, False, self.index)
-        lay_out_small(slot)
+        lay_out_small(slot, self._side)
         if captured:
             stream, graphs = new_stream(), []
             for gathered in (0, SMALL_GATHERED):
@@ -179,7 +213,12 @@ class CudaDevice:
     # -- a step ----------------------------------------------------------------------------
 
     def write(
-        self, pages: Segments | None, ids: Int32 | None, gather: Gather | None, after: Any
+        self,
+        pages: Segments | None,
+        ids: Int32 | None,
+        gather: Gather | None,
+        after: Any,
+        side: SideWrite | None = None,
     ) -> Ready | Done:
         """One launch: pages into the table, then the gather. See `Device.write`."""
         if gather is not None and not gather.size:
@@ -188,7 +227,7 @@ class CudaDevice:
         if before != self.index:
             runtime.setDevice(self.index)
         try:
-            if pages is None and gather is None:
+            if pages is None and gather is None and side is None:
                 if after is not None:
                     self._order.wait(after)
                 return self._last or DONE
@@ -197,9 +236,10 @@ class CudaDevice:
                 if quiet:
                     raise WrongState("call alloc.warm() before a verb while a stream is captured")
                 self.warm()
-            if gather is None and pages.total <= self._mapped_pages and not quiet:  # type: ignore[union-attr]
+            plain = gather is None and side is None and not quiet
+            if plain and pages.total <= self._mapped_pages:  # type: ignore[union-attr]
                 return self._write_small(pages, ids, stream)  # type: ignore[arg-type]
-            slot = self._stage(pages, ids, gather, stream, quiet)
+            slot = self._stage(pages, ids, gather, stream, quiet, side)
             slot.hold(stream)
             # An event of a capture means nothing outside of it.
             if capturing:
@@ -232,48 +272,57 @@ class CudaDevice:
         gather: Gather | None,
         stream: int,
         quiet: bool,
+        side: SideWrite | None,
     ) -> Slot:
         """Lay the step out in a slot and launch it; ``quiet``, with no slot polled for."""
         assert self._small is not None and self._large is not None and self._spare is not None
         total = 0 if pages is None else pages.total
+        beside = 0 if side is None else side.ids.size
         asked = slots = uniform = 0
         if gather is not None:
             asked, slots, uniform = gather.rows.size, gather.size, uniform_length(gather)
         if (
             total <= self._mapped_pages
-            and 12 * total + 16 * asked <= self._mapped_bytes
+            and 12 * total + 16 * (asked + beside) <= self._mapped_bytes
+            and beside <= SMALL_SIDE
             and (gather is None or (uniform and asked <= SMALL_GATHERED))
         ):
             slot = self._spare.take(0) if quiet else self._small.take()
-            if gather is None:
+            bare = gather is None and side is None
+            if bare:
                 assert pages is not None and ids is not None
                 self._fill_pages(slot, pages, ids)
             else:
-                self._fill_small(slot, pages, ids, gather, uniform)
+                self._fill_small(slot, pages, ids, gather, uniform, side)
             if slot.graphs and not quiet:
-                self._graph_launch(slot.graphs[gather is not None].graphExec, stream)
+                self._graph_launch(slot.graphs[not bare].graphExec, stream)
                 self.launches += 1
             else:
-                self._launch_small(slot.ptr, total, slots, stream)
+                self._launch_small(slot.ptr, total, self._work(slots, beside), stream)
             return slot
         runs = 0 if pages is None else pages.rows.size
         tile = self.geometry.tile_for(total)
-        size = HEADER_BYTES + 12 * runs + 4 * total + 20 * asked + 64
+        size = HEADER_BYTES + 12 * runs + 4 * total + 20 * asked + 16 * beside + 64
+        work = self._work(slots, beside)
         if quiet:
             slot = self._spare.take(size)
-            self._fill(slot, pages, ids, gather, uniform, self.row_pages)
-            self._launch_step(slot.ptr, total, slots, stream)
+            self._fill(slot, pages, ids, gather, uniform, self.row_pages, 0, side, self._side)
+            self._launch_step(slot.ptr, total, work, stream)
             return slot
         if total > runs:
             size += 4 * (-(-total // tile) + 1)
         if size > self._large_bytes:
             self._grow_large(size)
         slot = self._large.take()
-        used = self._fill(slot, pages, ids, gather, uniform, self.row_pages, tile)
+        used = self._fill(slot, pages, ids, gather, uniform, self.row_pages, tile, side, self._side)
         runtime.memcpyAsync(slot.target, slot.ptr, used, _HOST_TO_DEVICE, stream)
         self.copies += 1
-        self._launch_step(slot.target, total, slots, stream)
+        self._launch_step(slot.target, total, work, stream)
         return slot
+
+    def _work(self, slots: int, beside: int) -> int:
+        """Threads that gather ``slots`` and write ``beside`` pages of the second group."""
+        return max(slots, beside * max(1, self._page_size // 4))
 
     def _launch_small(self, source: int, pages: int, slots: int, stream: int) -> None:
         """Launch on a small slot, which is read in place."""
@@ -303,7 +352,9 @@ class CudaDevice:
         with cupy.cuda.Device(self.index):
             if self._small is None:
                 self.warm()
-            return CapturedUpdate(self.index, self.geometry, self.row_pages, apply, max_pages)
+            return CapturedUpdate(
+                self.index, self.geometry, self.row_pages, apply, max_pages, self._side
+            )
 
     # -- gathers -----------------------------------------------------------------------------
 
@@ -479,6 +530,11 @@ class CudaDevice:
             self._order.leave(stream, slot.event)
             return slot.ready
 
+    def waitable(self, after: Any) -> Any:
+        """``after``, if it is a CUDA event, for which a stream can wait; None if it is not."""
+        raw = isinstance(after, int) or hasattr(after, "ptr") or hasattr(after, "cuda_event")
+        return after if raw else None
+
     def event(self, after: Any) -> Any:
         """A raw CUDA event (a handle, or an object with one) as something that can be polled.
 
@@ -505,6 +561,10 @@ class CudaDevice:
             sum(ring.waits for ring in rings),
             sum(ring.grows for ring in rings),
         )
+
+
+def _address(array: Any) -> int:
+    return 0 if array is None else int(array.data.ptr)
 
 
 def _mapped_bytes(setting: str | None) -> int:

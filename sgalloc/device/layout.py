@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,12 @@ from sgalloc.device.staging import (
     REQUESTS,
     ROW_AT,
     RUNS,
+    SIDE_IDS_AT,
+    SIDE_MAINS_AT,
+    SIDE_MAP_LOW,
+    SIDE_PAGES,
+    SIDE_PLACES_AT,
+    SIDE_SLOTS_LOW,
     START_AT,
     TILE_RUNS_AT,
     TOTAL,
@@ -28,25 +34,41 @@ from sgalloc.device.staging import (
 )
 from sgalloc.inputs import Int64
 from sgalloc.pages import Int32
-from sgalloc.plan import Gather, Segments
+from sgalloc.plan import Gather, Segments, SideWrite
 
+
+class SideAddresses(NamedTuple):
+    """Where a device keeps its second group; 0 for what it does not keep."""
+
+    slots: int
+    map: int
+
+
+NO_SIDE = SideAddresses(0, 0)
 _NEVER = np.int32(2**31 - 1)
 # A slot that the kernel reads in place has its arrays at fixed places, for so many entries.
 SMALL_PAGES = 1024
 SMALL_GATHERED = 1024
-SMALL_BYTES = HEADER_BYTES + 12 * SMALL_PAGES + 16 * SMALL_GATHERED
+SMALL_SIDE = 1024
+SMALL_BYTES = HEADER_BYTES + 12 * SMALL_PAGES + 16 * SMALL_GATHERED + 16 * SMALL_SIDE
 _SMALL_PLACES = HEADER_BYTES // 8
 _SMALL_IDS = HEADER_BYTES // 4 + 2 * SMALL_PAGES
 _SMALL_GATHER = HEADER_BYTES // 4 + 3 * SMALL_PAGES
+_SMALL_SIDE_PLACES = _SMALL_GATHER // 2 + 2 * SMALL_GATHERED
+_SMALL_SIDE_IDS = 2 * _SMALL_SIDE_PLACES + 2 * SMALL_SIDE
 
 
-def lay_out_small(slot: Block) -> None:
+def lay_out_small(slot: Block, side: SideAddresses) -> None:
     """Note the fixed places of the arrays in the header."""
     words = slot.words
     words[PLACES_AT] = 8 * _SMALL_PLACES
     words[IDS_AT] = 4 * _SMALL_IDS
     for n, place in enumerate((ROW_AT, START_AT, FIRST_NEW_AT, NEW_AT_AT)):
         words[place] = 4 * (_SMALL_GATHER + n * SMALL_GATHERED)
+    words[SIDE_PLACES_AT] = 8 * _SMALL_SIDE_PLACES
+    words[SIDE_IDS_AT] = 4 * _SMALL_SIDE_IDS
+    words[SIDE_MAINS_AT] = 4 * (_SMALL_SIDE_IDS + SMALL_SIDE)
+    _address(slot, side)
     slot.longs[_SMALL_PLACES : _SMALL_PLACES + SMALL_PAGES] = -1
 
 
@@ -61,20 +83,33 @@ def fill_pages(slot: Block, pages: Segments, ids: Int32) -> None:
 
 
 def fill_small(
-    slot: Block, pages: Segments | None, ids: Int32 | None, gather: Gather, uniform: int
+    slot: Block,
+    pages: Segments | None,
+    ids: Int32 | None,
+    gather: Gather | None,
+    uniform: int,
+    side: SideWrite | None = None,
 ) -> None:
-    """Lay out a step with a gather of ``uniform`` slots a request, in a small slot."""
-    slot.words[PAGES] = 0
+    """Lay out any step in a small slot; a gather has ``uniform`` slots a request."""
+    words = slot.words
+    words[PAGES] = words[TOTAL] = words[SIDE_PAGES] = 0
     if pages is not None and ids is not None:
         fill_pages(slot, pages, ids)
-        slot.words[PAGES] = pages.total
-    _describe(slot, gather, uniform)
-    n, first, step = gather.rows.size, _SMALL_GATHER, SMALL_GATHERED
-    slot.ints[first : first + n] = gather.rows
-    slot.ints[first + step : first + step + n] = gather.start
-    fresh = slot.ints[first + 2 * step : first + 2 * step + n]
-    place = slot.ints[first + 3 * step : first + 3 * step + n]
-    _new_pages(gather, pages, fresh, place)
+        words[PAGES] = pages.total
+    if gather is not None:
+        _describe(slot, gather, uniform)
+        n, first, step = gather.rows.size, _SMALL_GATHER, SMALL_GATHERED
+        slot.ints[first : first + n] = gather.rows
+        slot.ints[first + step : first + step + n] = gather.start
+        fresh = slot.ints[first + 2 * step : first + 2 * step + n]
+        place = slot.ints[first + 3 * step : first + 3 * step + n]
+        _new_pages(gather, pages, fresh, place)
+    if side is not None:
+        n = words[SIDE_PAGES] = side.ids.size
+        slot.longs[_SMALL_SIDE_PLACES : _SMALL_SIDE_PLACES + n] = side.places
+        slot.ints[_SMALL_SIDE_IDS : _SMALL_SIDE_IDS + n] = side.ids
+        mains = _SMALL_SIDE_IDS + SMALL_SIDE
+        slot.ints[mains : mains + n] = side.mains
 
 
 def fill(
@@ -85,6 +120,8 @@ def fill(
     uniform: int,
     row_pages: int,
     tile: int = 0,
+    side: SideWrite | None = None,
+    addresses: SideAddresses = NO_SIDE,
 ) -> int:
     """Lay a step out without gaps; the bytes used.
 
@@ -92,7 +129,7 @@ def fill(
     """
     words = slot.words
     cursor = HEADER_BYTES
-    words[:16] = words[TILE_RUNS_AT] = 0
+    words[:16] = words[TILE_RUNS_AT] = words[SIDE_PAGES] = 0
     if pages is not None and ids is not None:
         words[PAGES] = pages.total
         words[PLACES_AT] = cursor
@@ -124,7 +161,20 @@ def fill(
         place = slot.ints[cursor // 4 + n : cursor // 4 + 2 * n]
         _new_pages(gather, pages, fresh, place)
         cursor += 8 * n
+    if side is not None:
+        n = words[SIDE_PAGES] = side.ids.size
+        _address(slot, addresses)
+        cursor = -(-cursor // 8) * 8
+        words[SIDE_PLACES_AT] = cursor
+        slot.longs[cursor // 8 : cursor // 8 + n] = side.places
+        cursor = _put(slot, SIDE_IDS_AT, cursor + 8 * n, side.ids)
+        cursor = _put(slot, SIDE_MAINS_AT, cursor, side.mains)
     return cursor
+
+
+def _address(slot: Block, side: SideAddresses) -> None:
+    slot.longs[SIDE_SLOTS_LOW // 2] = side.slots
+    slot.longs[SIDE_MAP_LOW // 2] = side.map
 
 
 def _tile_runs(offsets: Int64, total: int, tile: int) -> Int64:

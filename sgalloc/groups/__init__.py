@@ -36,9 +36,7 @@ class Side(Protocol):
     mapped: bool
     """Whether a map from the slots of the main group to those of this one is kept."""
 
-    def part(
-        self, plan: Plan, evict: bool, tail: int | Int64 | None, main_only: bool
-    ) -> SidePart:
+    def part(self, plan: Plan, evict: bool, tail: int | Int64 | None, main_only: bool) -> SidePart:
         """What ``plan`` does in this group. Pure.
 
         Args:
