@@ -10,6 +10,7 @@ from sgalloc.device import Device
 from sgalloc.errors import AllocError
 from sgalloc.ledger import Ledger
 from sgalloc.pages import CACHED, Int32, PagePool
+from sgalloc.pins import Pins
 from sgalloc.prefix import RadixTree, Victim
 from sgalloc.quarantine import Quarantine
 
@@ -23,6 +24,7 @@ class Core(NamedTuple):
     device: Device
     tree: RadixTree | None
     prefix: PrefixCache | None
+    pins: Pins
 
     @classmethod
     def build(
@@ -39,7 +41,7 @@ class Core(NamedTuple):
         prefix = None
         if tree is not None:
             prefix = PrefixCache(tree, ledger, pool, device, quarantine, count)
-        return cls(ledger, pool, quarantine, device, tree, prefix)
+        return cls(ledger, pool, quarantine, device, tree, prefix, Pins())
 
     @property
     def evictable(self) -> int:

@@ -197,13 +197,17 @@ class Holdings:
             plan_or_lengths: a `Plan`, or the tokens of new requests (an int or a sequence):
                 rows, row width and pages count.
             after_releasing: requests taken to be released first; if they are part of the
-                plan, they leave it.
+                plan, they leave it. One that is still being received gives nothing back at
+                once.
             counting_cache: whether cached pages may be evicted for it.
 
         Raises:
             StalePlan: the ledger changed since the plan was made.
         """
         leaving = self._ledger.rows_of(after_releasing)
+        if self._ledger.receiving_rows:
+            # What is still being received gives nothing back before its writers are done.
+            leaving = leaving[~self._ledger.receiving.take(leaving)]
         room = self.available(counting_cache=counting_cache)
         if leaving.size:
             room += int((self._ledger.page_counts(leaving) - self._ledger.shared[leaving]).sum())
@@ -231,8 +235,8 @@ class Holdings:
             quarantined=pool.waiting,
             cached=cached,
             locked=cached - tree.evictable if tree is not None else 0,
-            pinned=0,
-            owned=pool.num_pages - pool.free - pool.waiting - cached,
+            pinned=pool.pinned,
+            owned=pool.num_pages - pool.free - pool.waiting - pool.pinned - cached,
             high_water=pool.high_water,
             evicted=tree.evicted if tree is not None else 0,
         )
@@ -260,7 +264,7 @@ class Holdings:
 
         A positive number is the row of the one request that owns the page. 0 is free, -1 in
         the prefix cache, -2 in quarantine, -3 in the prefix cache and held by a request or an
-        event.
+        event, -4 pinned for a remote writer.
         """
         owners = self._core.pool.holder.copy()
         if self._core.tree is not None:
@@ -291,10 +295,11 @@ class Holdings:
         core = self._core
         laws.check_rows(core.ledger)
         if core.tree is not None and core.prefix is not None:
-            laws.check_locks(core.tree, core.prefix.holds, core.quarantine)
+            laws.check_locks(core.tree, core.prefix.holds, core.quarantine, core.pins)
             laws.check_shared(core.ledger, core.tree, core.prefix.holds)
-        laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine)
-        laws.check_row_ids(core.ledger, core.quarantine)
+        laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine, core.pins)
+        laws.check_row_ids(core.ledger, core.quarantine, core.pins)
+        laws.check_pins(core.ledger, core.pins)
         if device:
             laws.check_table(core.ledger, core.device)
 

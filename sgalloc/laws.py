@@ -9,7 +9,8 @@ import numpy as np
 from sgalloc.errors import LawViolation
 from sgalloc.inputs import Int64
 from sgalloc.ledger import Ledger
-from sgalloc.pages import CACHED, FREE, WAITING, Int32, PagePool, describe_holder
+from sgalloc.pages import CACHED, FREE, PINNED, WAITING, Int32, PagePool, describe_holder
+from sgalloc.pins import Pins
 from sgalloc.prefix import Node, RadixTree
 from sgalloc.quarantine import Quarantine
 
@@ -43,13 +44,16 @@ def check_rows(ledger: Ledger) -> None:
             )
 
 
-def check_locks(tree: RadixTree, holds: dict[int, Node], quarantine: Quarantine) -> None:
+def check_locks(
+    tree: RadixTree, holds: dict[int, Node], quarantine: Quarantine, pins: Pins
+) -> None:
     """Every node is locked as often as requests and events hold it or one below it.
 
     Raises:
         LawViolation: naming a page of the node.
     """
-    held = [*holds.values(), *(node for entry in quarantine.entries for node in entry.nodes)]
+    waiting = [node for entry in quarantine.entries for node in entry.nodes]
+    held = [*holds.values(), *waiting, *pins.nodes()]
     locks: dict[Node, int] = {}
     for node in held:
         step: Node | None = node
@@ -88,7 +92,7 @@ def check_shared(ledger: Ledger, tree: RadixTree, holds: dict[int, Node]) -> Non
 
 
 def check_pages(
-    ledger: Ledger, pool: PagePool, tree: RadixTree | None, quarantine: Quarantine
+    ledger: Ledger, pool: PagePool, tree: RadixTree | None, quarantine: Quarantine, pins: Pins
 ) -> None:
     """The partition law: each page in exactly one place, ids compared as multisets.
 
@@ -99,7 +103,8 @@ def check_pages(
     parts: list[tuple[Int32, int | Int64]] = [
         (pool.free_ids(), FREE),
         (quarantine.page_ids(), WAITING),
-        (owned, owners),
+        (owned, np.where(ledger.receiving.take(owners), PINNED, owners)),
+        (pins.page_ids(), PINNED),
     ]
     if tree is not None:
         nodes = tree.nodes()
@@ -138,16 +143,22 @@ def check_pages(
         raise LawViolation(
             f"group '{pool.group}' counts {pool.waiting} waiting pages, but {parts[1][0].size} wait"
         )
+    pinned = int(np.count_nonzero(pool.holder == PINNED))
+    if pool.pinned != pinned:
+        raise LawViolation(
+            f"group '{pool.group}' counts {pool.pinned} pinned pages, but {pinned} are pinned"
+        )
 
 
-def check_row_ids(ledger: Ledger, quarantine: Quarantine) -> None:
+def check_row_ids(ledger: Ledger, quarantine: Quarantine, pins: Pins) -> None:
     """Each row is open, free or waiting, and in one of these alone.
 
     Raises:
         LawViolation: naming the row.
     """
-    rows = np.concatenate((ledger.live(), ledger.free_row_ids(), quarantine.row_ids()))
-    waiting = quarantine.row_ids().size
+    out = np.concatenate((quarantine.row_ids(), pins.row_ids()))
+    rows = np.concatenate((ledger.live(), ledger.free_row_ids(), out))
+    waiting = out.size
     if ledger.waiting_rows != waiting:
         raise LawViolation(f"{ledger.waiting_rows} rows are counted as waiting, but {waiting} wait")
     outside = ((rows < 1) | (rows > ledger.max_requests)).nonzero()[0]
@@ -162,6 +173,42 @@ def check_row_ids(ledger: Ledger, quarantine: Quarantine) -> None:
     if wrong.size:
         raise LawViolation(
             f"row {wrong[0]} stands {found[wrong[0]]} times among the open, free and waiting rows"
+        )
+
+
+def check_pins(ledger: Ledger, pins: Pins) -> None:
+    """Each row that is being received has its pins, and nobody else has.
+
+    Raises:
+        LawViolation: naming the row.
+    """
+    marked = ledger.receiving.nonzero()[0].tolist()
+    known = {}
+    for handle, pin in pins.by_handle.items():
+        if pin.aborted:
+            continue
+        known[pin.row] = pin
+        if ledger.handle[pin.row] != handle:
+            raise LawViolation(
+                f"row {pin.row} is pinned for handle {handle}, but open for handle "
+                f"{ledger.handle[pin.row]}"
+            )
+        own = ledger.page_list(pin.row)[int(ledger.shared[pin.row]) :]
+        if own.tolist() != pin.pages.tolist():
+            raise LawViolation(
+                f"row {pin.row} is received into pages {own.tolist()[:4]}.., but pages "
+                f"{pin.pages.tolist()[:4]}.. are pinned for it"
+            )
+    odd = sorted(known.keys() ^ set(marked))
+    if odd:
+        raise LawViolation(
+            f"row {odd[0]} is {'not ' if odd[0] in known else ''}marked as being received, but "
+            f"{'has' if odd[0] in known else 'has no'} pins"
+        )
+    if ledger.receiving_rows != len(marked):
+        raise LawViolation(
+            f"{ledger.receiving_rows} rows are counted as being received, but {len(marked)} are "
+            "marked"
         )
 
 
