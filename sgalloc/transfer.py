@@ -165,14 +165,19 @@ def reclaim(core: Core, now: int | float) -> Int64:
     return np.array([pin.handle for pin in due], np.int64)
 
 
-def unlocked_pages(nodes: Sequence[Node]) -> int:
-    """Cached pages on the paths to ``nodes`` that nobody holds: locking these takes them away."""
-    seen: set[Node] = set()
+def unlocked_pages(nodes: Sequence[Node], seen: set[Node] | None = None) -> int:
+    """Cached pages on the paths to ``nodes`` that nobody holds: locking these takes them away.
+
+    Args:
+        nodes: where the paths end.
+        seen: nodes that are counted already; those counted now join them.
+    """
+    counted = set() if seen is None else seen
     pages = 0
     for node in nodes:
         step = node
-        while step.parent is not None and step not in seen:
-            seen.add(step)
+        while step.parent is not None and step not in counted:
+            counted.add(step)
             pages += 0 if step.locks else step.pages.size
             step = step.parent
     return pages
