@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgalloc import retraction, sizing
+from sgalloc import admission, extents, retraction, sizing
 from sgalloc._version import __version__
 from sgalloc.allocator import KVAllocator
 from sgalloc.contiguity import Runs
@@ -20,6 +20,7 @@ from sgalloc.errors import (
 )
 from sgalloc.groups.window import SlidingWindow
 from sgalloc.ledger import Batch
+from sgalloc.pins import Transfer
 from sgalloc.plan import Plan
 from sgalloc.prefix import Match
 from sgalloc.stats import Stats
@@ -41,8 +42,11 @@ __all__ = [
     "StaleHandle",
     "StalePlan",
     "Stats",
+    "Transfer",
     "WrongState",
     "__version__",
+    "admission",
+    "extents",
     "retraction",
     "sizing",
 ]

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sgalloc import growing, ranges, returning
+from sgalloc import growing, ranges, returning, transfer
 from sgalloc.caching import checked_namespace
 from sgalloc.core import Core
 from sgalloc.device import SideTables, Writer, open_device
 from sgalloc.errors import AllocError
 from sgalloc.groups.window import SlidingWindow, Window
-from sgalloc.holdings import Holdings, counted
+from sgalloc.holdings import counted
 from sgalloc.inputs import Int64, counts, token_sequences, whole_number
 from sgalloc.ledger import NO_ROWS, Batch, Ledger, names_one
 from sgalloc.pages import PagePool
 from sgalloc.plan import Plan, mixed_plan
 from sgalloc.prefix import Match
+from sgalloc.receiving import Receiving
 
 if TYPE_CHECKING:
     from sgalloc.device.captured import CapturedUpdate
@@ -39,10 +40,14 @@ _RANGED = (
     "evict_window",
     "release",
     "slots",
+    "preallocate",
+    "acknowledge",
+    "abort",
+    "reclaim",
 )
 
 
-class KVAllocator(Holdings):
+class KVAllocator(Receiving):
     """Decides on the host which pages every request holds, and writes ``req_to_token``.
 
     Args:
@@ -298,6 +303,7 @@ class KVAllocator(Holdings):
                 raise TypeError(f"{name} must be a pair of requests and numbers, got {part!r}")
             x, amount = part
             rows = self._ledger.rows_of(x)
+            self._ledger.check_received(rows)
             start = self._ledger.committed.take(rows)
             if name == "extend":
                 parts.append((rows, self._extend_stop(rows, start, amount)))
@@ -337,6 +343,8 @@ class KVAllocator(Holdings):
         """
         try:
             rows = self._ledger.rows_of(x)
+            if self._ledger.receiving_rows:
+                self._ledger.check_received(rows)
             tokens = _operand(accepted, rows.size, "accepted")
             self._core.settle()
             if rows.size and np.count_nonzero(tokens):
@@ -360,6 +368,7 @@ class KVAllocator(Holdings):
             InsideSharedPage: it would end inside a page shared with the prefix cache.
         """
         rows = self._ledger.rows_of(x)
+        self._ledger.check_received(rows)
         returning.trim(self._core, rows, counts(lengths, rows.size, "lengths"), after)
 
     @counted
@@ -397,7 +406,7 @@ class KVAllocator(Holdings):
 
     @counted
     def release(self, x: Any, *, tokens: Any = None, after: Any = None) -> None:
-        """Everything goes back: pages and row.
+        """Everything goes back: pages and row; one that is being received is aborted.
 
         Args:
             x: a batch, handles or a handle.
@@ -414,7 +423,7 @@ class KVAllocator(Holdings):
         if tokens is not None:
             known = token_sequences(tokens, rows.size, names_one(x))
             prepared = prefix.prepare(rows, known) if prefix is not None else []
-        returning.release(self._core, rows, prepared, after)
+        transfer.release(self._core, rows, prepared, after)
 
     @counted
     def settle(self) -> None:

@@ -102,9 +102,11 @@ class PrefixCache:
 
         Raises:
             ValueError: the ids differ from the prefix that a request was opened with.
+            WrongState: one is still being received.
         """
         try:
             rows = self._ledger.rows_of(x)
+            self._ledger.check_received(rows)
             prepared = self.prepare(rows, token_sequences(tokens, rows.size, names_one(x)))
             event = self._quarantine.pending(after)
             self._quarantine.settle()

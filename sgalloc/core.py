@@ -14,6 +14,7 @@ from sgalloc.groups import Side
 from sgalloc.groups.window import Window
 from sgalloc.ledger import Ledger, concatenate
 from sgalloc.pages import CACHED, Int32, PagePool
+from sgalloc.pins import Pins
 from sgalloc.prefix import RadixTree, Victim
 from sgalloc.quarantine import Quarantine
 
@@ -28,6 +29,7 @@ class Core(NamedTuple):
     tree: RadixTree | None
     prefix: PrefixCache | None
     side: Side | None
+    pins: Pins
 
     @classmethod
     def build(
@@ -46,7 +48,7 @@ class Core(NamedTuple):
         if tree is not None:
             window = side if isinstance(side, Window) else None
             prefix = PrefixCache(tree, ledger, pool, device, quarantine, count, window)
-        return cls(ledger, pool, quarantine, device, tree, prefix, side)
+        return cls(ledger, pool, quarantine, device, tree, prefix, side, Pins())
 
     @property
     def evictable(self) -> int:

@@ -228,13 +228,17 @@ class Holdings:
             plan_or_lengths: a `Plan`, or the tokens of new requests (an int or a sequence):
                 rows, row width and pages count.
             after_releasing: requests taken to be released first; if they are part of the
-                plan, they leave it.
+                plan, they leave it. One that is still being received gives nothing back at
+                once.
             counting_cache: whether cached pages may be evicted for it.
 
         Raises:
             StalePlan: the ledger changed since the plan was made.
         """
         leaving = self._ledger.rows_of(after_releasing)
+        if self._ledger.receiving_rows:
+            # What is still being received gives nothing back before its writers are done.
+            leaving = leaving[~self._ledger.receiving.take(leaving)]
         core = self._core
         rooms = core.rooms(counting_cache)
         if leaving.size:
@@ -306,7 +310,7 @@ class Holdings:
 
         A positive number is the row of the one request that owns the page. 0 is free, -1 in
         the prefix cache, -2 in quarantine, -3 in the prefix cache and held by a request or an
-        event.
+        event, -4 pinned for a remote writer.
         """
         owners = self._core.pool.holder.copy()
         if self._core.tree is not None:
@@ -337,13 +341,14 @@ class Holdings:
         core = self._core
         laws.check_rows(core.ledger)
         if core.tree is not None and core.prefix is not None:
-            laws.check_locks(core.tree, core.prefix.holds, core.quarantine)
+            laws.check_locks(core.tree, core.prefix.holds, core.quarantine, core.pins)
             laws.check_shared(core.ledger, core.tree, core.prefix.holds)
         window = core.side if isinstance(core.side, Window) else None
-        laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine, core.side)
+        laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine, core.pins, core.side)
         if window is not None:
             laws.check_window(core.ledger, window, core.tree)
-        laws.check_row_ids(core.ledger, core.quarantine)
+        laws.check_row_ids(core.ledger, core.quarantine, core.pins)
+        laws.check_pins(core.ledger, core.pins)
         if device:
             laws.check_table(core.ledger, core.device)
             if window is not None:
@@ -377,8 +382,8 @@ def _group_stats(pool: PagePool, cached: int, evictable: int, evicted: int) -> G
         quarantined=pool.waiting,
         cached=cached,
         locked=cached - evictable,
-        pinned=0,
-        owned=pool.num_pages - pool.free - pool.waiting - cached,
+        pinned=pool.pinned,
+        owned=pool.num_pages - pool.free - pool.waiting - pool.pinned - cached,
         high_water=pool.high_water,
         evicted=evicted,
     )

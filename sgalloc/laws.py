@@ -11,7 +11,8 @@ from sgalloc.groups import Side
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64
 from sgalloc.ledger import Ledger
-from sgalloc.pages import CACHED, FREE, WAITING, Int32, PagePool, describe_holder
+from sgalloc.pages import CACHED, FREE, PINNED, WAITING, Int32, PagePool, describe_holder
+from sgalloc.pins import Pins
 from sgalloc.prefix import Node, RadixTree
 from sgalloc.quarantine import Quarantine
 
@@ -45,13 +46,15 @@ def check_rows(ledger: Ledger) -> None:
             )
 
 
-def check_locks(tree: RadixTree, holds: dict[int, Node], quarantine: Quarantine) -> None:
+def check_locks(
+    tree: RadixTree, holds: dict[int, Node], quarantine: Quarantine, pins: Pins
+) -> None:
     """Every node is locked as often as requests and events hold it or one below it.
 
     Raises:
         LawViolation: naming a page of the node.
     """
-    held = [*holds.values(), *quarantine.nodes()]
+    held = [*holds.values(), *quarantine.nodes(), *pins.nodes()]
     locks: dict[Node, int] = {}
     for node in held:
         step: Node | None = node
@@ -94,6 +97,7 @@ def check_pages(
     pool: PagePool,
     tree: RadixTree | None,
     quarantine: Quarantine,
+    pins: Pins,
     side: Side | None = None,
 ) -> None:
     """The partition law of every group.
@@ -103,24 +107,32 @@ def check_pages(
     """
     nodes = tree.nodes() if tree is not None else []
     owners, owned = ledger.owned_pages(ledger.live())
+    owners = np.where(ledger.receiving.take(owners), PINNED, owners)
     cached = [node.pages for node in nodes]
-    _check_group(pool, owned, owners, quarantine.page_ids(), cached)
+    _check_group(pool, owned, owners, quarantine.page_ids(), pins.page_ids(), cached)
     if side is not None:
         owners, owned = side.held(ledger.live())
+        owners = np.where(ledger.receiving.take(owners), PINNED, owners)
         cached = [node.sides[node.sides != 0] for node in nodes if node.sides is not None]
-        _check_group(side.pool, owned, owners, quarantine.side_ids(), cached)
+        _check_group(side.pool, owned, owners, quarantine.side_ids(), pins.side_ids(), cached)
     if tree is not None:
         _check_counts(tree)
 
 
 def _check_group(
-    pool: PagePool, owned: Int32, owners: Int64, waiting: Int32, cached: list[Int32]
+    pool: PagePool,
+    owned: Int32,
+    owners: Int64,
+    waiting: Int32,
+    pinned: Int32,
+    cached: list[Int32],
 ) -> None:
     """Each page is in exactly one place, ids compared as multisets."""
     parts: list[tuple[Int32, int | Int64]] = [
         (pool.free_ids(), FREE),
         (waiting, WAITING),
         (owned, owners),
+        (pinned, PINNED),
         *((ids, CACHED) for ids in cached),
     ]
     ids = np.concatenate([part[0] for part in parts])
@@ -154,18 +166,24 @@ def _check_group(
         )
     if pool.waiting != parts[1][0].size:
         raise LawViolation(
-            f"group '{pool.group}' counts {pool.waiting} waiting pages, but {parts[1][0].size} wait"
+            f"group '{pool.group}' counts {pool.waiting} waiting pages, but {waiting.size} wait"
+        )
+    count = int(np.count_nonzero(pool.holder == PINNED))
+    if pool.pinned != count:
+        raise LawViolation(
+            f"group '{pool.group}' counts {pool.pinned} pinned pages, but {count} are pinned"
         )
 
 
-def check_row_ids(ledger: Ledger, quarantine: Quarantine) -> None:
+def check_row_ids(ledger: Ledger, quarantine: Quarantine, pins: Pins) -> None:
     """Each row is open, free or waiting, and in one of these alone.
 
     Raises:
         LawViolation: naming the row.
     """
-    rows = np.concatenate((ledger.live(), ledger.free_row_ids(), quarantine.row_ids()))
-    waiting = quarantine.row_ids().size
+    out = np.concatenate((quarantine.row_ids(), pins.row_ids()))
+    rows = np.concatenate((ledger.live(), ledger.free_row_ids(), out))
+    waiting = out.size
     if ledger.waiting_rows != waiting:
         raise LawViolation(f"{ledger.waiting_rows} rows are counted as waiting, but {waiting} wait")
     outside = ((rows < 1) | (rows > ledger.max_requests)).nonzero()[0]
@@ -180,6 +198,42 @@ def check_row_ids(ledger: Ledger, quarantine: Quarantine) -> None:
     if wrong.size:
         raise LawViolation(
             f"row {wrong[0]} stands {found[wrong[0]]} times among the open, free and waiting rows"
+        )
+
+
+def check_pins(ledger: Ledger, pins: Pins) -> None:
+    """Each row that is being received has its pins, and nobody else has.
+
+    Raises:
+        LawViolation: naming the row.
+    """
+    marked = ledger.receiving.nonzero()[0].tolist()
+    known = {}
+    for handle, pin in pins.by_handle.items():
+        if pin.aborted:
+            continue
+        known[pin.row] = pin
+        if ledger.handle[pin.row] != handle:
+            raise LawViolation(
+                f"row {pin.row} is pinned for handle {handle}, but open for handle "
+                f"{ledger.handle[pin.row]}"
+            )
+        own = ledger.page_list(pin.row)[int(ledger.shared[pin.row]) :]
+        if own.tolist() != pin.pages.tolist():
+            raise LawViolation(
+                f"row {pin.row} is received into pages {own.tolist()[:4]}.., but pages "
+                f"{pin.pages.tolist()[:4]}.. are pinned for it"
+            )
+    odd = sorted(known.keys() ^ set(marked))
+    if odd:
+        raise LawViolation(
+            f"row {odd[0]} is {'not ' if odd[0] in known else ''}marked as being received, but "
+            f"{'has' if odd[0] in known else 'has no'} pins"
+        )
+    if ledger.receiving_rows != len(marked):
+        raise LawViolation(
+            f"{ledger.receiving_rows} rows are counted as being received, but {len(marked)} are "
+            "marked"
         )
 
 

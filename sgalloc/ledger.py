@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sgalloc.errors import CommitPastExtent, OutOfRows, StaleHandle
+from sgalloc.errors import CommitPastExtent, OutOfRows, StaleHandle, WrongState
 from sgalloc.inputs import Int64, int64_array
 from sgalloc.pages import Int32
 
@@ -26,6 +26,8 @@ class Ledger:
         allocated: A, tokens, int64, always whole pages.
         decode_steps: decode steps taken, int64.
         shared: leading pages of the row that belong to the prefix cache, int64.
+        receiving: whether remote writers still fill the row's pages, bool.
+        receiving_rows: how many such rows there are.
         handle: the handle of the row's request, int64; 0 where none is open.
         pages: page ids of each row, int32 ``(max_requests + 1, row_pages)``; entries from
             A on are stale.
@@ -56,6 +58,8 @@ class Ledger:
         "per_page",
         "per_page_less_one",
         "per_row",
+        "receiving",
+        "receiving_rows",
         "row_pages",
         "row_width",
         "shared",
@@ -80,6 +84,8 @@ class Ledger:
         self.allocated: Int64 = np.zeros(rows, np.int64)
         self.decode_steps: Int64 = np.zeros(rows, np.int64)
         self.shared: Int64 = np.zeros(rows, np.int64)
+        self.receiving: NDArray[np.bool_] = np.zeros(rows, np.bool_)
+        self.receiving_rows = 0
         self.handle: Int64 = np.zeros(rows, np.int64)
         self.handle[0] = -1  # so that no number names the padding row
         self.pages: Int32 = np.zeros((rows, self.row_pages), np.int32)
@@ -131,6 +137,15 @@ class Ledger:
             )
         return rows
 
+    def is_open(self, handle: int) -> bool:
+        """Whether ``handle`` names an open request."""
+        row = handle & _ROW_MASK
+        return 0 < row <= self.max_requests and int(self.handle[row]) == handle
+
+    def row_of(self, handle: int) -> int:
+        """The row in ``handle``, open or not."""
+        return handle & _ROW_MASK
+
     def repeated(self, rows: Int64) -> int | None:
         """A position whose row stands again later; None where all differ."""
         order = np.arange(rows.size)
@@ -149,11 +164,32 @@ class Ledger:
         return self._row_stack[self.free_rows - count : self.free_rows][::-1].copy()
 
     def holding(self, x: Any) -> tuple[Int64, Int64, Int64]:
-        """Rows, C and A of what ``x`` names, int64 ``(n,)`` each. Raises as `rows_of`."""
+        """Rows, C and A of what ``x`` names, to change them, int64 ``(n,)`` each.
+
+        Raises:
+            StaleHandle, ValueError: as `rows_of`.
+            WrongState: as `check_received`.
+        """
         if type(x) is Batch:
             return x.holding(self)
         rows = self.rows_of(x)
+        self.check_received(rows)
         return rows, self.committed.take(rows), self.allocated.take(rows)
+
+    def check_received(self, rows: Int64) -> None:
+        """Refuse rows that remote writers still fill.
+
+        Raises:
+            WrongState: naming the first of them.
+        """
+        if not self.receiving_rows:
+            return
+        at = self.receiving.take(rows).nonzero()[0]
+        if at.size:
+            raise WrongState(
+                f"row {rows[at[0]]} is still being received: wait until each of its writers has "
+                "acknowledged, or abort it"
+            )
 
     def page_list(self, row: int) -> Int32:
         """The page ids that ``row`` holds, in order; a view, int32."""
@@ -202,6 +238,23 @@ class Ledger:
         self.pages[row, :count] = pages
         self.shared[row] = count
         self.committed[row] = self.allocated[row] = count * self.page_size
+        self.version += 1
+
+    def changed(self) -> None:
+        """Age the plans made before."""
+        self.version += 1
+
+    def receive(self, rows: Int64) -> None:
+        """From now on remote writers fill the pages of ``rows``; C stays until they have."""
+        self.receiving[rows] = True
+        self.receiving_rows += rows.size
+        self.version += 1
+
+    def received(self, row: int, length: int) -> None:
+        """The pages of ``row`` are filled: C = ``length`` (tokens)."""
+        self.receiving[row] = False
+        self.receiving_rows -= 1
+        self.committed[row] = length
         self.version += 1
 
     def share(self, row: int, count: int, first: int, twins: Int32) -> None:
@@ -268,6 +321,9 @@ class Ledger:
         self.allocated[rows] = 0
         self.decode_steps[rows] = 0
         self.shared[rows] = 0
+        if self.receiving_rows:
+            self.receiving_rows -= int(np.count_nonzero(self.receiving.take(rows)))
+            self.receiving[rows] = False
         self.handle[rows] = 0
         generation = self._generation.take(rows) + 1
         generation[generation > _MAX_GENERATION] = 1
@@ -341,9 +397,10 @@ class Batch:
         return self.rows
 
     def holding(self, ledger: Ledger) -> tuple[Int64, Int64, Int64]:
-        """Rows, C and A, int64 ``(n,)`` each, to be read alone. Raises as `rows_in`."""
+        """Rows, C and A, int64 ``(n,)`` each, to be read alone. Raises as `Ledger.holding`."""
         if self._version != ledger.version or self._ledger is not ledger:
             rows = self.rows_in(ledger)
+            ledger.check_received(rows)
             self.moved(ledger.committed.take(rows), ledger.allocated.take(rows))
         return self.rows, self._committed, self._allocated
 

@@ -16,6 +16,8 @@ CACHED = -1
 WAITING = -2
 # A cached page that a request holds; the tree knows which these are, the pool does not.
 LOCKED = -3
+# A remote writer may still write it.
+PINNED = -4
 
 
 class PagePool:
@@ -29,11 +31,23 @@ class PagePool:
         num_pages: pages in the pool.
         free: pages that are free now.
         waiting: pages in quarantine behind an event.
+        pinned: pages that a remote writer may still write.
         high_water: most pages that were ever out at once.
-        holder: int64 ``(num_pages + 1,)``: `FREE`, `CACHED`, `WAITING` or the owner's row.
+        holder: int64 ``(num_pages + 1,)``: `FREE`, `CACHED`, `WAITING`, `PINNED`
+            or the owner's row.
     """
 
-    __slots__ = ("_mark", "_stack", "free", "group", "high_water", "holder", "num_pages", "waiting")
+    __slots__ = (
+        "_mark",
+        "_stack",
+        "free",
+        "group",
+        "high_water",
+        "holder",
+        "num_pages",
+        "pinned",
+        "waiting",
+    )
 
     def __init__(self, num_pages: int, group: str = "full") -> None:
         self.group = group
@@ -43,6 +57,7 @@ class PagePool:
         self.holder: Int64 = np.zeros(num_pages + 1, np.int64)
         self.free = num_pages
         self.waiting = 0
+        self.pinned = 0
         self.high_water = 0
 
     def free_ids(self) -> Int32:
@@ -101,6 +116,21 @@ class PagePool:
         self.give(ids, WAITING)
         self.waiting -= ids.size
 
+    def pin(self, ids: Int32, holder: int | Int64) -> None:
+        """Hand ``ids`` over from ``holder`` to remote writers."""
+        self.hand_over(ids, holder, PINNED)
+        self.pinned += ids.size
+
+    def unpin(self, ids: Int32, to: int) -> None:
+        """Hand ``ids``, which no remote writer writes any more, over to a row or quarantine."""
+        self.hand_over(ids, PINNED, to)
+        self.pinned -= ids.size
+
+    def give_pinned(self, ids: Int32) -> None:
+        """Free ``ids``, which no remote writer writes any more."""
+        self.give(ids, PINNED)
+        self.pinned -= ids.size
+
     def _verified(self, ids: Int32, holder: int | Int64) -> Int64:
         """``ids`` as an index, if ``holder`` holds each of them, and each stands once."""
         pages = ids.astype(np.int64)
@@ -132,5 +162,10 @@ class PagePool:
 
 def describe_holder(code: int) -> str:
     """In words, what a value of `PagePool.holder` stands for."""
-    names = {FREE: "nobody (it is free)", CACHED: "the prefix cache", WAITING: "the quarantine"}
+    names = {
+        FREE: "nobody (it is free)",
+        CACHED: "the prefix cache",
+        WAITING: "the quarantine",
+        PINNED: "a remote writer",
+    }
     return names.get(code, f"row {code}")

@@ -288,6 +288,52 @@ def new_tokens_required_next_decode(
     return _watermarks(page, done, _round_up(held.copy(), page), ahead)[2]
 
 
+@overload
+def window_tail(seq: Scalar, window: int, page_size: int, prefix_cache: bool = False) -> int: ...
+@overload
+def window_tail(seq: Array, window: int, page_size: int, prefix_cache: bool = False) -> Int64: ...
+def window_tail(
+    seq: PerRequest, window: int, page_size: int, prefix_cache: bool = False
+) -> int | Int64:
+    """Last tokens of a received request of ``seq`` tokens that need window pages.
+
+    What lies before, ``seq - tail``, is whole pages: the page floor of ``seq - window``, or, where
+    the receiver has a prefix cache, of ``seq - 1 - max(window, page_size)``.
+
+    >>> window_tail(20, 8, 4), window_tail(20, 8, 4, prefix_cache=True)
+    (8, 12)
+    """
+    page = _page_size(page_size)
+    size = whole_number(window, "window", 1, meaning="the tokens of the sliding window")
+    if not isinstance(prefix_cache, bool):
+        raise TypeError(f"prefix_cache must be a bool, got {shown(prefix_cache)}: pass True, False")
+    live = 1 + max(size, page) if prefix_cache else size
+    length = token_counts(seq, "seq")
+    if isinstance(length, int):
+        return length - max(length - live, 0) // page * page
+    evicted: Int64 = np.maximum(length - live, 0) // page * page
+    return length - evicted
+
+
+def tail_start(seq: int, tail: int, page_size: int) -> int:
+    """Where a window tail of ``tail`` of ``seq`` tokens begins, always on a page edge.
+
+    A tail longer than the request, or one that leaves part of a page before it, is a ValueError.
+
+    >>> tail_start(21, 9, 4)
+    12
+    """
+    page = _page_size(page_size)
+    length = whole_number(seq, "seq", meaning="the tokens of the request")
+    start = length - whole_number(tail, "tail", 0, length, "at most the tokens of the request")
+    if start % page:
+        raise ValueError(
+            f"a tail of {tail} leaves {start} of {length} tokens, not whole pages of {page}: "
+            f"pass {length - start // page * page}, or what window_tail says"
+        )
+    return start
+
+
 def _watermarks(
     page: int, committed: Int64, allocated: Int64, reserve: Int64
 ) -> tuple[Int64, Int64, int]:

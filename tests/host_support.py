@@ -116,11 +116,13 @@ def places(alloc: sgalloc.KVAllocator) -> dict[str, list[int]]:
         "waiting": core.quarantine.page_ids().tolist(),
         "owned": [],
         "cached": [],
+        "pinned": [p for pin in core.pins.aborted() for p in pin.pages.tolist()],
     }
     for handle in open_handles(alloc):
         (row,) = alloc.rows(handle)
         pages = alloc.pages(handle, 0, int(alloc.allocated(handle)[0])).tolist()
-        found["owned"] += pages[int(alloc._ledger.shared[row]) :]
+        place = "owned" if alloc.receiving(handle) is None else "pinned"
+        found[place] += pages[int(alloc._ledger.shared[row]) :]
     if core.tree is not None:
         found["cached"] = [p for node in core.tree.nodes() for p in node.pages.tolist()]
     return found
@@ -203,6 +205,11 @@ def fingerprint(alloc: sgalloc.KVAllocator) -> tuple[Any, ...]:
             (id(e.event), e.what.ids.tolist(), e.what.side_ids.tolist(), e.what.rows.tolist())
             for e in core.quarantine.entries
         ],
+        [
+            (pin.snapshot(), pin.row, pin.pages.tolist(), len(pin.nodes), id(pin.event))
+            for pin in core.pins.by_handle.values()
+        ],
+        (ledger.receiving.tolist(), ledger.receiving_rows),
         cache_pages(alloc),
         alloc.req_to_token.tobytes(),
         side_state(alloc),

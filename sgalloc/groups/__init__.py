@@ -47,6 +47,20 @@ class Side(Protocol):
             main_only: whether the main group alone grows.
         """
 
+    def need_for(
+        self, lengths: Int64, matched: Int64, tail: int | Int64 | None, main_only: bool
+    ) -> int:
+        """Pages that new requests take, of which the first ``matched`` pages are shared.
+
+        Args:
+            lengths: tokens of each, int64 ``(n,)``.
+            matched: pages, int64 ``(n,)``.
+            tail, main_only: as `part`.
+
+        Raises:
+            ValueError: as `part`.
+        """
+
     def gained(self, part: Any) -> tuple[Int64, Int32]:
         """Rows and ids of the pages that ``part`` gives back first."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sgalloc.errors import WrongState
 from sgalloc.groups import NO_PAGES, Cut
@@ -126,7 +127,7 @@ class Window:
             ValueError: a tail longer than what is new, or one that does not begin on a page edge.
         """
         if main_only:
-            raise ValueError("logical_only= is for sparse=: a window group always grows along")
+            raise _not_sparse()
         rows = plan.rows
         first, stop = self.first.take(rows), self.stop.take(rows)
         per_page = self._ledger.per_page
@@ -162,32 +163,52 @@ class Window:
             rows, first, stop, leave, np.maximum(stop, leave), self._ledger.shared.take(rows)
         )
 
-    def _tail(self, plan: Plan, first: Int64, stop: Int64, tail: int | Int64) -> Int64:
-        holds = (stop > first).nonzero()[0]
-        if holds.size:
-            row = int(plan.rows[holds[0]])
-            raise WrongState(
-                f"window_tail= is for rows that hold no window page, and row {row} holds "
-                f"{stop[holds[0]] - first[holds[0]]}: extend it without, or evict_window first"
-            )
+    def need_for(
+        self, lengths: Int64, matched: Int64, tail: int | Int64 | None, main_only: bool
+    ) -> int:
+        """Pages that new requests take. See `Side.need_for`."""
+        if main_only:
+            raise _not_sparse()
         size = self._ledger.page_size
-        begin = plan.stop - tail
-        fresh = plan.stop - plan.start
-        grows = fresh > 0
+        begin = matched
+        if tail is not None:
+            self._check_tail(np.zeros_like(lengths), matched * size, lengths, tail, matched > 0)
+            begin = np.maximum(matched, (lengths - tail) // size)
+        return int((-(-lengths // size) - begin).sum())
+
+    def _tail(self, plan: Plan, first: Int64, stop: Int64, tail: int | Int64) -> Int64:
+        shared = self._ledger.shared.take(plan.rows)
+        owns = (stop > np.maximum(first, shared)).nonzero()[0]
+        if owns.size:
+            row = int(plan.rows[owns[0]])
+            raise WrongState(
+                f"window_tail= is for rows that hold no window page of their own, and row {row} "
+                f"holds some: extend it without, or evict_window first"
+            )
+        self._check_tail(plan.rows, plan.start, plan.stop, tail, shared > 0)
+        begin = np.maximum((plan.stop - tail) // self._ledger.page_size, first)
+        return np.where(plan.stop > plan.start, begin, first)
+
+    def _check_tail(
+        self, rows: Int64, start: Int64, stop: Int64, tail: int | Int64, shares: NDArray[np.bool_]
+    ) -> None:
+        """Refuse tails that do not leave whole pages; one may reach into a shared prefix."""
+        size = self._ledger.page_size
+        begin, fresh = stop - tail, stop - start
+        long = np.where(shares, begin < 0, tail > fresh)
         for broken, law in (
-            (tail > fresh, "is longer than the {fresh} new tokens"),
-            (grows & (begin % size != 0), "leaves {begin} tokens before it, no whole pages"),
+            (long, "is longer than the {fresh} new tokens"),
+            ((fresh > 0) & (begin % size != 0), "leaves {begin} tokens before it, no whole pages"),
         ):
-            at = np.broadcast_to(broken, begin.shape).nonzero()[0]
+            at = broken.nonzero()[0]
             if at.size:
                 i = int(at[0])
                 length = int(np.broadcast_to(tail, begin.shape)[i])
                 text = law.format(fresh=int(fresh[i]), begin=int(begin[i]))
                 raise ValueError(
-                    f"window_tail={length} of row {plan.rows[i]} {text}: give a tail of at most "
+                    f"window_tail={length} of row {rows[i]} {text}: give a tail of at most "
                     f"the new tokens that begins on a page edge (page_size={size})"
                 )
-        return np.where(grows, begin // size, first)
 
     def gained(self, part: WindowPart) -> tuple[Int64, Int32]:
         """Rows and ids of the pages that ``part`` gives back first."""
@@ -306,6 +327,10 @@ class Window:
         count = stop - first
         where = spread(rows * self._ledger.per_row + first, count)
         return rows.repeat(count), self.pages_flat.take(where)
+
+
+def _not_sparse() -> ValueError:
+    return ValueError("logical_only= is for sparse=: a window group always grows along")
 
 
 def _live_from(sides: Int32) -> int:
