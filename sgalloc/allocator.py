@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sgalloc import growing, ranges, returning
+from sgalloc import compacting, growing, ranges, returning
 from sgalloc.caching import checked_namespace
 from sgalloc.core import Core
 from sgalloc.device import Writer, open_device
@@ -16,7 +16,7 @@ from sgalloc.errors import AllocError
 from sgalloc.holdings import Holdings, counted
 from sgalloc.inputs import Int64, counts, token_sequences, whole_number
 from sgalloc.ledger import NO_ROWS, Batch, Ledger, names_one
-from sgalloc.pages import PagePool
+from sgalloc.pages import Int32, PagePool
 from sgalloc.plan import Plan, mixed_plan
 from sgalloc.prefix import Match
 
@@ -329,6 +329,30 @@ class KVAllocator(Holdings):
         """
         rows = self._ledger.rows_of(x)
         returning.trim(self._core, rows, counts(lengths, rows.size, "lengths"), after)
+
+    @counted
+    def compact(self, x: Any, accepted: Any, after: Any = None) -> tuple[Int32, Int32]:
+        """Commit the accepted path of a tree; pages wholly past the new C go back.
+
+        Args:
+            x: a batch, handles or a handle.
+            accepted: row positions of each request's accepted tokens in order, within
+                ``[C, A)``, ascending (one sequence per request).
+            after: an event that is done when the moves are; pages wait until then.
+
+        Returns:
+            ``(src_slots, dst_slots)``, int32: what the engine has to move so that the tokens
+            stand at C, C + 1, ...; those in place are left out. A token only ever moves to an
+            earlier position, and may land where another is still to be read: gather all, then
+            scatter, before a later step writes into the pages given back.
+
+        Raises:
+            ValueError: positions below C, or not ascending; not one sequence per request.
+            CommitPastExtent: a position at or past A.
+        """
+        rows = self._ledger.rows_of(x)
+        known = compacting.read_accepted(accepted, rows.size, names_one(x))
+        return compacting.compact(self._core, rows, known, after)
 
     @counted
     def release(self, x: Any, *, tokens: Any = None, after: Any = None) -> None:

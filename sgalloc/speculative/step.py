@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from sgalloc.allocator import KVAllocator
 from sgalloc.inputs import shown
 from sgalloc.ledger import Batch
@@ -58,7 +60,7 @@ def applied(alloc: KVAllocator, batch: Any, plan: Plan, out: Any, after: Any) ->
 
 def tokens_between(plan: Plan) -> int:
     """``sum(nxt - cur)``, tokens."""
-    return int((plan.nxt - plan.cur).sum()) if plan.nxt is not plan.cur else 0
+    return int(np.add.reduce(plan.nxt - plan.cur)) if plan.nxt is not plan.cur else 0
 
 
 def longest(plan: Plan) -> int:
