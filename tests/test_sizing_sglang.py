@@ -166,8 +166,7 @@ def test_every_difference_of_the_table_shows_on_the_grid(quantity: str) -> None:
             (spec, ps)
             for spec in SPECS.values()
             for ps in PAGE_SIZES
-            if difference.where(spec, ps)
-            and OURS[quantity](spec, ps) != THEIRS[quantity](spec, ps)
+            if difference.where(spec, ps) and OURS[quantity](spec, ps) != THEIRS[quantity](spec, ps)
         ]
         assert found, difference.why
 
@@ -195,7 +194,7 @@ def test_the_row_at_page_size_one(spec: SpecConfig, short: int) -> None:
     assert sizing.extra_context_len(spec, 1) - Theirs.row_extra(spec, 1) == short
 
 
-# -- a step: watermarks, pages, estimates ------------------------------------------------------------
+# -- a step: watermarks, pages, estimates ----------------------------------------------------------
 
 
 @each_edge
