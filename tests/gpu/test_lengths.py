@@ -55,16 +55,16 @@ class Engine:
         self.places = [cupy.full((4, requests), -1, cupy.int32) for _ in range(96)]
         runtime.deviceSynchronize()
 
-    def step(self, count: int | None = None, after: Any = None, wait: bool = True) -> Any:
+    def step(self, count: int | None = None, after: Any = None, reserve: Any = None) -> Any:
         """Prepare, queue the forward that reads, and commit."""
         named = self.handles[:count]
         step = dflash.prepare_for_decode(
-            self.alloc, named, BLOCK, lengths=self.lengths, after=after
+            self.alloc, named, BLOCK, reserve=reserve, lengths=self.lengths, after=after
         )
-        if wait:
-            step.ready.wait(Raw(self.forward))
+        step.ready.wait(Raw(self.forward))
         self.read(step)
-        self.alloc.commit(named, self.rng.integers(0, 5, named.size))
+        accepted = self.rng.integers(0, 5, named.size)
+        self.alloc.commit(named, accepted.clip(max=step.nxt - step.committed))
         return step
 
     def read(self, step: dflash.DflashStep) -> None:
@@ -175,9 +175,15 @@ FORWARDS = {
 }
 
 
+@pytest.mark.parametrize("grows", [True, False])
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_lengths_are_ordered_both_ways_against_the_forward(forward: str, latches: Latches) -> None:
-    """A forward that is held still reads its own lengths; the next waits for the next ones."""
+def test_lengths_are_ordered_both_ways_against_the_forward(
+    forward: str, grows: bool, latches: Latches
+) -> None:
+    """A forward that is held still reads its own lengths; the next waits for the next ones.
+
+    Where the step needs no page, no table write orders the copies.
+    """
     current, stream, named = FORWARDS[forward]
     keep: list[Any] = []
     with CURRENTS[current]() as held:
@@ -193,7 +199,8 @@ def test_lengths_are_ordered_both_ways_against_the_forward(forward: str, latches
             keep.append(owner)
         elsewhere = "cupy null" if "cupy" in current else "torch default"
         with CURRENTS[elsewhere]() if named else nullcontext():
-            step = engine.step(after=after)
+            step = engine.step(after=after, reserve=None if grows else 0)
+        assert bool(step.needed) is grows
         latches.let_the_rest_run()
         assert latch.held and not step.ready.query(), "it is behind the held forward"
         latch.open()
