@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgalloc import retraction, sizing
+from sgalloc import retraction, sizing, speculative
 from sgalloc._version import __version__
 from sgalloc.allocator import KVAllocator
 from sgalloc.contiguity import Runs
@@ -43,4 +43,5 @@ __all__ = [
     "__version__",
     "retraction",
     "sizing",
+    "speculative",
 ]

@@ -36,7 +36,7 @@ class CudaLengths:
         with current_device(self._index):
             self.cur: Any = cupy.zeros(most, cupy.int32)
             self.nxt: Any = cupy.zeros(most, cupy.int32)
-            self.committed: Any = cupy.zeros(most, cupy.int64)
+            self.seq_lens: Any = cupy.zeros(most, cupy.int64)
             self._room = min(_FIRST, most)
             self._ring = self._make_ring()
             # What was queued for other streams must not come after the first copy.
@@ -80,7 +80,7 @@ class CudaLengths:
             stream, _, _ = self._order.enter(after)
             if n:
                 for array, at, size in (
-                    (self.committed, 0, 8 * n),
+                    (self.seq_lens, 0, 8 * n),
                     (self.cur, 8 * room, 4 * n),
                     (self.nxt, 12 * room, 4 * n),
                 ):

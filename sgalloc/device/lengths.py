@@ -19,7 +19,7 @@ class LengthArrays(Protocol):
     """A before, int32 ``(max_requests,)``."""
     nxt: Any
     """A afterwards, int32 ``(max_requests,)``."""
-    committed: Any
+    seq_lens: Any
     """C, int64 ``(max_requests,)``."""
 
     @property
@@ -49,7 +49,7 @@ class HostLengths:
     def __init__(self, most: int) -> None:
         self.cur: NDArray[np.int32] = np.zeros(most, np.int32)
         self.nxt: NDArray[np.int32] = np.zeros(most, np.int32)
-        self.committed: Int64 = np.zeros(most, np.int64)
+        self.seq_lens: Int64 = np.zeros(most, np.int64)
 
     def take(self, n: int) -> None:
         """Nothing to be had."""
@@ -59,7 +59,7 @@ class HostLengths:
         n = cur.size
         self.cur[:n] = cur
         self.nxt[:n] = nxt
-        self.committed[:n] = committed
+        self.seq_lens[:n] = committed
         return DONE
 
 

@@ -74,7 +74,7 @@ class Lengths:
     @property
     def committed(self) -> Any:
         """C, int64 ``(max_requests,)``."""
-        return self._arrays.committed
+        return self._arrays.seq_lens
 
     @property
     def staging(self) -> tuple[int, int, int]:
