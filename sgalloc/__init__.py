@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgalloc import admission, extents, retraction, sizing
+from sgalloc import admission, extents, retraction, sizing, speculative
 from sgalloc._version import __version__
 from sgalloc.allocator import KVAllocator
 from sgalloc.contiguity import Runs
@@ -49,4 +49,5 @@ __all__ = [
     "extents",
     "retraction",
     "sizing",
+    "speculative",
 ]

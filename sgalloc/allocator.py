@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sgalloc import growing, ranges, returning, transfer
+from sgalloc import compacting, growing, ranges, returning, transfer
 from sgalloc.caching import checked_namespace
+from sgalloc.compacting import Moves
 from sgalloc.core import Core
 from sgalloc.device import SideTables, Writer, open_device
 from sgalloc.errors import AllocError
@@ -403,6 +404,32 @@ class KVAllocator(Receiving):
                 )
         returning.evict_window(self._core, window, rows, committed, limit, after)
         return window.first.take(rows) * self.page_size
+
+    @counted
+    def compact(self, x: Any, accepted: Any, after: Any = None) -> Moves:
+        """Commit the accepted path of a tree; pages wholly past the new C go back.
+
+        Args:
+            x: a batch, handles or a handle.
+            accepted: row positions of each request's accepted tokens in order, within
+                ``[C, A)``, ascending (one sequence per request).
+            after: an event that is done when the moves are; pages wait until then.
+
+        Returns:
+            ``(src_slots, dst_slots)``, int32: what the engine has to move so that the tokens
+            stand at C, C + 1, ...; those in place are left out. A token only ever moves to an
+            earlier position, and may land where another is still to be read: gather all, then
+            scatter, before a later step writes into the pages given back. With a window group,
+            ``.window`` is the same pair in slots of that group.
+
+        Raises:
+            ValueError: positions below C, or not ascending; not one sequence per request.
+            CommitPastExtent: a position at or past A.
+        """
+        rows = self._ledger.rows_of(x)
+        self._ledger.check_received(rows)
+        known = compacting.read_accepted(accepted, rows.size, names_one(x))
+        return compacting.compact(self._core, rows, known, after)
 
     @counted
     def release(self, x: Any, *, tokens: Any = None, after: Any = None) -> None:

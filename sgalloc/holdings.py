@@ -80,6 +80,11 @@ class Holdings:
         return self._core.device.page_table
 
     @property
+    def has_window(self) -> bool:
+        """Whether there is a window group."""
+        return isinstance(self._core.side, Window)
+
+    @property
     def window_table(self) -> Any:
         """Slots of the window group, int32, of the shape of `req_to_token`, 0 below the frontier.
 

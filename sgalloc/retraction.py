@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from sgalloc.errors import AllocError, OutOfPages, RowTooNarrow
 from sgalloc.inputs import Int64, int64_array
+from sgalloc.ledger import NO_ROWS
 from sgalloc.plan import Plan
 
 if TYPE_CHECKING:
@@ -24,6 +27,24 @@ class Retraction(NamedTuple):
 
     victims: Int64
     fits: bool
+
+
+class Fitted(NamedTuple):
+    """The outcome of `retract_until_fits`.
+
+    Attributes:
+        victims: handles to release, int64, the first to go first.
+        staying: handles of the others, int64, in the order given.
+        error: None where the step of ``staying`` fits once the victims are released; else what
+            it would be refused with.
+        ending: where there is an error, the handle of the request that has to end, since no
+            retraction helps it.
+    """
+
+    victims: Int64
+    staying: Int64
+    error: AllocError | None = None
+    ending: int | None = None
 
 
 def keep_order(output_lens: Any, prompt_lens: Any) -> Int64:
@@ -98,3 +119,70 @@ def choose_victims(
         else:
             low = middle + 1
     return Retraction(leaving[:low].copy(), True)
+
+
+def retract_until_fits(
+    alloc: KVAllocator,
+    handles: Any,
+    make_plan: Callable[[Int64], Plan],
+    order: Any = None,
+    *,
+    output_lens: Any = None,
+    prompt_lens: Any = None,
+    counting_cache: bool = True,
+) -> Fitted:
+    """Estimate the next step; where it does not fit, who is retracted until it does.
+
+    Nothing changes: release the victims (their requests go back to the queue), end the request
+    that is named beside an error, and go on with those that stay. Released with ``after=``, the
+    victims' pages come back when the event is done, and the step fits from then on.
+
+    Args:
+        alloc: the allocator.
+        handles: the running requests, ``(n,)``.
+        make_plan: the next step of some of them, such as
+            ``lambda h: alloc.plan(reserve=(h, reserve))``.
+        order, output_lens, prompt_lens, counting_cache: as `choose_victims`.
+
+    Returns:
+        Whom to release, who stays, and what ends the loop without a step that fits. That is
+        RowTooNarrow, with nobody retracted, where a request has filled its row; OutOfPages
+        where one request is left and even its step does not fit. It carries the numbers of
+        that one step, and the pages that are free before the victims are released.
+
+    Raises:
+        ValueError: the order does not name each request once.
+    """
+    running = int64_array(getattr(handles, "handles", handles), "handles")
+    rows = alloc.rows(running)
+    try:
+        plan = make_plan(running)
+    except RowTooNarrow as error:
+        full = running[rows == error.row]
+        if not full.size:
+            raise
+        return Fitted(NO_ROWS.copy(), running.copy(), error, int(full[0]))
+    found = choose_victims(
+        alloc,
+        running,
+        plan,
+        order,
+        output_lens=output_lens,
+        prompt_lens=prompt_lens,
+        counting_cache=counting_cache,
+    )
+    staying = running[~np.isin(running, found.victims)]
+    if found.fits:
+        return Fitted(found.victims, staying)
+    last = make_plan(staying)
+    group, need = _short_group(alloc, last, counting_cache)
+    free = alloc.available(group)
+    cached = alloc.available(group, counting_cache=True) - free if counting_cache else 0
+    return Fitted(found.victims, staying, OutOfPages(group, need, free, cached), int(staying[0]))
+
+
+def _short_group(alloc: KVAllocator, plan: Plan, counting_cache: bool) -> tuple[str, int]:
+    """The group that lacks the most pages for ``plan``, and its need less its gain."""
+    need = {group: pages - plan.gain[group] for group, pages in plan.need.items()}
+    group = max(need, key=lambda name: need[name] - alloc.available(name, counting_cache))
+    return group, need[group]

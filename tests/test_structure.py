@@ -34,6 +34,7 @@ FLOORS = {
     "sgalloc.quarantine": 3,
     "sgalloc.caching": 3,
     "sgalloc.core": 3,
+    "sgalloc.compacting": 3,
     "sgalloc.growing": 3,
     "sgalloc.returning": 3,
     "sgalloc.laws": 3,
