@@ -315,7 +315,7 @@ class KVAllocator(Receiving):
             self._window()
         if self._core.side is not None:
             self._beside(plan, evict=bool(evict_window))
-        plan.fits = self.fits(plan)
+        plan.fits = self._core.has_room(plan)
         return plan
 
     @counted

@@ -15,6 +15,7 @@ from sgalloc.groups.window import Window
 from sgalloc.ledger import Ledger, concatenate
 from sgalloc.pages import CACHED, Int32, PagePool
 from sgalloc.pins import Pins
+from sgalloc.plan import Plan
 from sgalloc.prefix import RadixTree, Victim
 from sgalloc.quarantine import Quarantine
 
@@ -70,6 +71,16 @@ class Core(NamedTuple):
             if self.side is not None:
                 rooms[self.side.pool.group] += self.side_evictable
         return rooms
+
+    def has_room(self, plan: Plan) -> bool:
+        """Whether ``plan`` could be had now, cached pages evicted for it if need be."""
+        total = 0 if plan.growth is None else plan.growth.total
+        if total > self.pool.free + self.evictable:
+            return False
+        part, side = plan.side, self.side
+        if part is None or side is None:
+            return True
+        return bool(part.need - part.gain <= side.pool.free + self.side_evictable)
 
     def settle(self) -> None:
         """Take in what waits behind events that are done."""
