@@ -141,7 +141,7 @@ class Marking:
         """See `Launch`; every launch has scan words of its own, cleared at the graph's start."""
         from sgalloc.device.streams import Handle
 
-        tile_requests = self.geometry.tile_requests(self._requests)
+        tile_requests = self.geometry.tile_requests(self._requests, self._each)
         tiles = -(-self._requests // tile_requests)
         size = count * (8 * tiles + 8)
         state = self._gpu.to_device(np.zeros(size, np.uint8))
