@@ -24,25 +24,38 @@ static __device__ __forceinline__ u64 listen(const u64* word, u32 epoch) {
     return heard;
 }
 
-// Pages of all tiles before `tile`; called by the whole first warp.
+// Pages of all tiles before `tile`; called by the whole block. Each thread listens to one of them,
+// the nearest first: so many tiles at a time as a block has threads, and again so many before
+// those while none of them knows the sum of all before it.
 static __device__ __forceinline__ i32 look_back(const u64* words, u32 epoch, i32 tile) {
-    i32 lane = threadIdx.x & 31;
-    i32 before = 0;
-    for (i32 last = tile - 1; last >= 0; last -= 32) {
-        i32 other = last - lane;
+    // In turns, so that no thread writes what another has still to read.
+    __shared__ i32 heard[2][kWarps];
+    __shared__ bool whole[2][kWarps];
+    i32 lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    i32 before = 0, turn = 0;
+    for (i32 last = tile - 1;; last -= kThreads) {
+        i32 other = last - static_cast<i32>(threadIdx.x);
         u64 word = other >= 0 ? listen(words + other, epoch) : told(epoch, kInclusive, 0);
-        u32 whole = __ballot_sync(0xffffffffu, (static_cast<u32>(word >> 32) & 3) == kInclusive);
-        i32 stop = whole ? __ffs(static_cast<i32>(whole)) - 1 : 31;
+        u32 sums = __ballot_sync(0xffffffffu, (static_cast<u32>(word >> 32) & 3) == kInclusive);
+        i32 stop = sums ? __ffs(static_cast<i32>(sums)) - 1 : 31;
         i32 value = lane <= stop ? static_cast<i32>(static_cast<u32>(word)) : 0;
         for (i32 step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
-        before += value;
-        if (whole) break;
+        if (lane == 0) {
+            heard[turn][warp] = value;
+            whole[turn][warp] = sums != 0;
+        }
+        __syncthreads();
+        for (i32 w = 0; w < kWarps; ++w) {
+            before += heard[turn][w];
+            if (whole[turn][w]) return before;
+        }
+        turn ^= 1;
     }
-    return before;
 }
 
 // One block a tile of `tile_requests`, at most kTileRequests: few where requests need many pages,
-// so that all multiprocessors have a share.
+// so that all multiprocessors have a share. What does not depend on the tiles before is done
+// before they are listened to.
 //
 // rows, committed, allocated: int32 (requests,). reserves: int32 (requests,), or null for
 // `reserve` of all. ids: int32, the head of the free ids in the order they are handed out; at
@@ -50,15 +63,15 @@ static __device__ __forceinline__ i32 look_back(const u64* words, u32 epoch, i32
 // to one launch, and tickets of earlier launches are `ticket_base`.
 extern "C" __global__ void __launch_bounds__(kThreads) page_watermarks(
     i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
-    i32 tile_pages, i32 tile_requests, i32 requests, const i32* rows, const i32* committed, const i32* allocated,
-    const i32* reserves, i32 reserve, const i32* ids, u64* words, u32* ticket, u32 ticket_base,
+    i32 tile_pages, i32 tile_requests, i32 requests, const i32* rows, const i32* committed,
+    const i32* allocated, const i32* reserves, i32 reserve, const i32* ids, u64* words, u32* ticket, u32 ticket_base,
     u32 epoch) {
     __shared__ i32 offsets[kTileRequests];
     __shared__ i64 places[kTileRequests];
     __shared__ i64 entries[kTilePages];
     __shared__ i32 page_ids[kTilePages];
     __shared__ i32 warp_sums[kWarps];
-    __shared__ i32 shared_tile, shared_total, shared_before;
+    __shared__ i32 shared_tile;
     Tables t = {slots, page_table, row_width, row_pages, page_size, quad_shift};
     i32 thread = threadIdx.x;
     // Blocks may start in any order; tickets make sure that a tile is taken only after all
@@ -99,34 +112,29 @@ extern "C" __global__ void __launch_bounds__(kThreads) page_watermarks(
         if (w < warp) offset += warp_sums[w];
         total += warp_sums[w];
     }
+    if (thread == 0)
+        store_release(words + tile, told(epoch, tile ? kAggregate : kInclusive, total));
     for (i32 k = 0; k < kPerThread; ++k) {
         i32 local = thread * each + k;
         if (k < each && local < tile_requests) offsets[local] = offset;
         offset += count[k];
     }
-    if (thread == 0) {
-        shared_total = total;
-        store_release(words + tile, told(epoch, tile ? kAggregate : kInclusive, total));
-    }
-    if (warp == 0 && tile > 0) {
-        i32 before = look_back(words, epoch, tile);
-        if (lane == 0) {
-            shared_before = before;
-            store_release(words + tile, told(epoch, kInclusive, before + total));
-        }
-    }
-    if (thread == 0 && tile == 0) shared_before = 0;
     __syncthreads();
 
-    total = shared_total;
-    i32 before = shared_before;
-    for (i32 begin = 0; begin < total; begin += tile_pages) {
+    i32 before = 0, begin = 0;
+    do {
         i32 pages = min(tile_pages, total - begin);
         for (i32 i = thread; i < pages; i += kThreads) {
-            i32 page = begin + i;
-            i32 r = insertion(offsets, 0, tile_requests, page) - 1;
-            i64 place = places[r] + (page - offsets[r]);
-            i32 id = ids[before + page];
+            i32 r = insertion(offsets, 0, tile_requests, begin + i) - 1;
+            entries[i] = places[r] + (begin + i - offsets[r]);
+        }
+        if (begin == 0 && tile > 0) {
+            before = look_back(words, epoch, tile);
+            if (thread == 0) store_release(words + tile, told(epoch, kInclusive, before + total));
+        }
+        for (i32 i = thread; i < pages; i += kThreads) {
+            i64 place = entries[i];
+            i32 id = ids[before + begin + i];
             if (t.pages) t.pages[place] = id;
             entries[i] = entry_of(t, place);
             page_ids[i] = id;
@@ -134,5 +142,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) page_watermarks(
         __syncthreads();
         write_tile(t, entries, page_ids, pages);
         __syncthreads();
-    }
+        begin += tile_pages;
+    } while (begin < total);
 }

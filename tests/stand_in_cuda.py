@@ -83,6 +83,8 @@ class Cuda:
                 _assign(name == "assign_mapped", *arguments)
             elif name == "page_watermarks":
                 _page_watermarks(grid[0], *arguments)
+            elif name == "fill_pages_alone":
+                _fill(*arguments)
             else:
                 assert name in ("nothing", "takes", "copy_all"), name
 
@@ -146,6 +148,25 @@ def _assign(
     found[new] = ids[(new_at[r] + ahead)[new]] * size + position[new] % size
     out = _view(words[6:8].view(np.int64)[0], total, np.int64 if wide else np.int32)
     out[:] = found
+
+
+def _fill(
+    start: int,
+    row_width: Any,
+    page_size: Any,
+    width: Any,
+    segments: Any,
+    each: Any,
+    step: Any,
+    stores: Any,
+    value: Any,
+) -> None:
+    assert stores * width == segments * each * page_size and page_size % width == 0
+    assert width == 1 or (width == 4 and start % 16 == 0 and row_width % 4 == 0)
+    assert int(segments) * int(step) < 2**32
+    rows = (np.arange(segments) * int(step) % int(segments))[:, None] * int(row_width)
+    slots = rows + np.arange(int(each) * int(page_size))
+    _view(start, slots.max() + 1, np.int32)[slots] = value
 
 
 def _page_watermarks(

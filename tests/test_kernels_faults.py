@@ -66,6 +66,13 @@ def scan_battery(emulator: Emulator) -> None:
     rows, committed, allocated, reserves = some_requests(rng, 1270, 1, 2, 2)
     how: dict[str, Any] = {"resident": 40, "seed": 2, "stall": True, "tile_requests": 32}
     watermarks(emulator, Table(1273, 2, 1), rows, committed, allocated, reserves, rng, **how)
+    # Two tiles come late: the nearest that has told the sum is one, two or three windows away.
+    rows, committed, allocated, reserves = some_requests(rng, 602 * 32, 1, 2, 2)
+    for nearest in (0, 255, 256, 257, 300, 340, 512, 598, 599):
+        summed = [tile <= nearest and tile % 64 == nearest % 64 for tile in range(600)]
+        how = {"tile_requests": 32, "seed": nearest, "resident": 2, "summed": summed}
+        table = Table(602 * 32 + 3, 2, 1)
+        watermarks(emulator, table, rows, committed, allocated, reserves, rng, **how)
     scan = Scan(4)
     for seed in range(6):
         rows, committed, allocated, reserves = some_requests(rng, 3500, 8, 8, 24)
@@ -165,6 +172,12 @@ def racing_battery(emulator: Emulator) -> None:
         how = {"resident": 4, "seed": seed, "tile_pages": 200}
         table = Table(3503, 64, 8)
         watermarks(emulator, table, rows, committed, allocated, reserves, rng, scan, **how)
+    rows, committed, allocated, reserves = some_requests(rng, 602 * 32, 1, 2, 2)
+    summed = [tile == 3 for tile in range(600)]
+    how = {"resident": 2, "seed": 2, "tile_requests": 32, "summed": summed}
+    watermarks(
+        emulator, Table(602 * 32 + 3, 2, 1), rows, committed, allocated, reserves, rng, **how
+    )
     lengths = np.array([0, 7, 12, 20, 0, 1, 16, 0], np.int32)
     rows = np.array([2, 0, 3, 7, 1, 4, 6, 5], np.int32)
     export(emulator, Table(8, 21, 4), rows, lengths, 5, rng, grid=3, resident=3, seed=2)

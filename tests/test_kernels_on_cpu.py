@@ -428,9 +428,22 @@ def test_no_step_has_more_tiles_than_the_host_provides_for(sms: int) -> None:
 
 @pytest.mark.parametrize("sms", [1, 20, 132, 148])
 def test_the_host_asks_for_tiles_that_the_scan_takes(sms: int) -> None:
-    geometry = Geometry(0, 0, 64, 16, sms)
-    for requests in (1, 2, 63, 64, 65, 5000, 40_000, 10**6, 2**31 - 1):
-        assert 1 <= geometry.tile_requests(requests) <= 1024
+    for size in (1, 3, 16, 64, 5000):
+        geometry = Geometry(0, 0, size, size, sms)
+        for requests in (1, 2, 63, 64, 65, 5000, 40_000, 10**6, 2**31 - 1):
+            for pages in (0, 1, 8, 300, 10**6):
+                tile = geometry.tile_requests(requests, pages)
+                assert 32 <= tile <= 1024
+                # What makes a tile larger than the least: it has few pages, and is one of many.
+                assert tile == 32 or tile * max(1, pages) <= geometry.tile
+                assert tile == 32 or -(-requests // tile) >= 2 * sms
+                # No tile is smaller than that asks for, but for whole warps.
+                larger = tile + 32
+                assert (
+                    larger > 1024
+                    or larger * max(1, pages) > geometry.tile
+                    or requests // larger < 2 * sms
+                )
 
 
 def test_the_host_and_the_kernel_agree_on_the_fixed_places() -> None:

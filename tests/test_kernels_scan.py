@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cuda_on_cpu.emulator import Emulator, kernels
+from cuda_on_cpu.emulator import Emulator, build, kernels, mutated, require_compiler
 from cuda_on_cpu.launches import Scan, watermarks
 from cuda_on_cpu.tables import PAGE_SIZES, Table, some_launch, some_requests, some_width
+
+NARROW = 32
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,71 @@ def test_a_tile_waits_for_many_that_know_only_their_own_sum(cpu: Emulator, tile:
     stats = watermarks(cpu, table, rows, committed, allocated, reserves, rng, **how)
     assert stats.spins > 0
     assert stats.empty_ballots > 0
+
+
+WINDOWS = (0, 1, 30, 31, 32, 33, 254, 255, 256, 257, 511, 512, 513, 800, 1050)
+
+
+@pytest.mark.parametrize("away", WINDOWS)
+def test_the_nearest_sum_may_be_any_number_of_tiles_away(cpu: Emulator, away: int) -> None:
+    """Other blocks have taken the tiles before, and told of them what they know by now."""
+    rng = np.random.default_rng([away, 9])
+    tile, late = 32, 3
+    for others in sorted({away + 1, away + 40, 1100}):
+        n = (others + late) * tile - 5
+        rows, committed, allocated, reserves = some_requests(rng, n, 2, 3, 4)
+        nearest = others - 1 - away
+        # The first tile knows the sum as soon as it is counted; those before the nearest may.
+        summed = [
+            t == 0 or t == nearest or (t < nearest and rng.random() < 0.3) for t in range(others)
+        ]
+        scan = Scan(others + late, epoch=7, tickets=2**32 - 20)
+        scan.words.data[:] = rng.integers(0, 7 << 34, others + late)  # of earlier launches
+        how = {"order": rng.permutation(late).tolist(), "resident": int(rng.integers(1, 4))}
+        how |= {"seed": int(rng.integers(100)), "tile_requests": tile, "summed": summed}
+        table = Table(n + 3, 6, 2)
+        watermarks(cpu, table, rows, committed, allocated, reserves, rng, scan, **how)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
+    """The same kernel with blocks of 32 threads, of which hundreds run at a time here."""
+    require_compiler()
+    folder = tmp_path_factory.mktemp("narrow") / "cuda"
+    cuda = mutated(folder, "page_watermarks.cu", "kThreads = 256", f"kThreads = {NARROW}")
+    program = build().program("narrow", [cuda / "page_watermarks.cu"], cuda)
+    with Emulator(program) as emulator:
+        yield emulator
+
+
+@pytest.mark.parametrize("order", ["up", "down", "drawn"])
+@pytest.mark.parametrize("stall", [False, True], ids=["free", "stalled"])
+def test_hundreds_of_tiles_wait_at_a_time_in_every_order(
+    narrow: Emulator, order: str, stall: bool
+) -> None:
+    """More windows than on a GPU: each block listens to 32 tiles at a time, of 300."""
+    rng = np.random.default_rng(14)
+    tiles, tile = 300, 32
+    n = tiles * tile - 9
+    blocks = {"up": np.arange(tiles), "down": np.arange(tiles)[::-1]}
+    for seed, resident in ((2, tiles), (3, 270), (6, 17)):
+        rows, committed, allocated, reserves = some_requests(rng, n, 1, 3, 2)
+        how = {"order": blocks.get(order, rng.permutation(tiles)).tolist(), "resident": resident}
+        how |= {"threads": NARROW, "stall": stall, "seed": seed, "tile_requests": tile}
+        table = Table(n + 3, 3, 1)
+        stats = watermarks(narrow, table, rows, committed, allocated, reserves, rng, **how)
+        assert stats.empty_ballots > tiles or not stall or resident < tiles
+
+
+@pytest.mark.parametrize("resident", [1, 6])
+def test_more_tiles_than_a_window_in_one_launch(cpu: Emulator, resident: int) -> None:
+    rng = np.random.default_rng(resident)
+    tiles = 300
+    n = tiles * 32 - 1
+    rows, committed, allocated, reserves = some_requests(rng, n, 4, 3, 9)
+    how = {"order": rng.permutation(tiles).tolist(), "resident": resident, "seed": 5}
+    table = Table(n + 3, 12, 4)
+    watermarks(cpu, table, rows, committed, allocated, reserves, rng, tile_requests=32, **how)
 
 
 def test_page_watermarks_with_no_need_and_with_a_huge_one(cpu: Emulator) -> None:

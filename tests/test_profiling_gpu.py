@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import stand_in_cuda
 from click.testing import CliRunner
+from cuda_on_cpu.emulator import Buffer, Emulator, build, require_compiler
 from stand_in_cuda import Cuda, stand_in
 
 from profiling.gpu import (
@@ -30,6 +31,7 @@ from profiling.gpu import (
     peer_sglang,
     sglang_engine,
     steps,
+    strided,
     transport,
 )
 from profiling.harness import Effort, Key, Side, Step, Summary
@@ -147,7 +149,7 @@ def test_every_kernel_is_launched_and_every_result_checked(
     assert compared == {
         "steps": 3 * (2 * 2 + 2),
         "peer_sglang": 0,
-        "kernels": 8 * len(SMALL_CASES),
+        "kernels": 2 * 8 * len(SMALL_CASES),
         "transport": 2 * len(transport.CARRIERS),
         "crossover": 2 * 2 + 1,
         "launch": 1,
@@ -212,6 +214,59 @@ def test_a_kernel_that_writes_elsewhere_is_found(
         made.check(types.SimpleNamespace(graphExec=graph.graphExec[:-1]))
 
 
+@pytest.mark.parametrize("case", SMALL_CASES)
+def test_a_fill_of_other_places_is_found(cuda: Cuda, case: kernels.Case) -> None:
+    gpu = clock.Gpu()
+    made = kernels.made(case, gpu, 2)
+    graph = made.filling(2)
+    made.check_filled(graph)
+    with pytest.raises(RuntimeError, match="the fill left"):
+        made.check_filled(types.SimpleNamespace(graphExec=graph.graphExec[:-1]))
+    if case.kernel == kernels.GATHER:
+        return  # the slots are all that there is
+    table = made._table._table
+
+    def spoil() -> None:
+        table[0, 0] = 5
+
+    with pytest.raises(RuntimeError, match="entries were written"):
+        made.check_filled(types.SimpleNamespace(graphExec=[*graph.graphExec, spoil]))
+
+
+@pytest.mark.parametrize("segments", [1, 2, 1021, 2042, 4096, 249_984, 2_499_968])
+def test_a_shuffled_fill_meets_every_row_far_from_the_last(segments: int) -> None:
+    step = strided.Places([], 4, 4, segments, 1, True).step
+    assert strided.Places([], 4, 4, segments, 1, False).step == 1
+    assert np.unique(np.arange(segments) * step % segments).size == segments
+    assert step * segments < 2**32 and (segments < 4096 or step > 500)
+
+
+def test_the_fill_as_a_gpu_runs_it(tmp_path: Path) -> None:
+    """Its source on the CPU, under ASan: it stores into its pages and nowhere else."""
+    require_compiler()
+    source = tmp_path / "strided.cu"
+    source.write_text(strided.FILL, encoding="utf-8")
+    with Emulator(build().program("strided", [source])) as cpu:
+        for page_size, width, segments, each, row_width, shuffled in (
+            (16, 4, 7, 3, 64, True),
+            (12, 4, 5, 2, 24, False),
+            (64, 4, 1, 9, 576, False),
+            (1, 1, 40, 1, 8, True),
+            (3, 1, 4, 5, 17, False),
+        ):
+            step = strided.Places([], row_width, page_size, segments, each, shuffled).step
+            assert (step > 1) == shuffled
+            table = np.full((segments, row_width), -1, np.int32)
+            wanted = table.copy()
+            wanted[:, : each * page_size] = 99
+            stores = segments * each * page_size // width
+            sizes = (page_size, width, segments, each, step, stores)
+            given = Buffer(table, writable=True)
+            arguments = [given, np.int64(row_width), *map(np.uint32, sizes), np.int32(99)]
+            cpu.launch("fill_pages_alone", 3, 32, arguments)
+            np.testing.assert_array_equal(given.data, wanted)
+
+
 def test_sets_of_a_case_share_no_sector() -> None:
     with stand_in():
         gpu = clock.Gpu()
@@ -257,15 +312,22 @@ def flat(value: float) -> Summary:
 def test_a_kernel_is_held_against_its_aim(took: float, word: str) -> None:
     case = kernels.Case("assign_pages", 64, 62_500, 1, "places", 16_000_000)
     small = case._replace(pages=10, written=2560)
-    found = found_of(
+    records = (
         Record(case.kernel, kernels.MINE, {**case.at, "row": 4096}, flat(took)),
         Record(case.kernel, kernels.MEMSET, {**case.at, "row": 4096}, flat(5.0)),
+        Record(case.kernel, kernels.FILL, {**case.at, "row": 4096}, flat(6.0)),
         Record(case.kernel, kernels.MINE, {**small.at, "row": 4096}, flat(9.0)),
         Record(case.kernel, kernels.MEMSET, {**small.at, "row": 4096}, flat(1.0)),
     )
-    table = kernels.kernel_table(found, case.kernel)
+    table = kernels.kernel_table(found_of(*records), case.kernel)
     assert f"{word}." in table.verdict and f"{took / 5:.2f}×" in table.verdict
-    assert [row[-2] for row in table.rows] == [f"{took / 5:.2f}×", "9.00×"]
+    over = f"{took / 6:.2f}×"
+    assert f"Over a strided fill of the same places: 16 MB: {over} to {over}" in table.verdict
+    # Results of before there were such fills say nothing of them.
+    assert [row[-4] for row in table.rows] == [f"{took / 5:.2f}×", "9.00×"]
+    assert [row[-3:-1] for row in table.rows] == [["6.00 (6.00–6.00)", over], ["", ""]]
+    old = found_of(*(r for r in records if r.side != kernels.FILL))
+    assert "fill" not in kernels.kernel_table(old, case.kernel).verdict
 
 
 @pytest.mark.parametrize(("took", "word"), [(7.2, "met"), (7.3, "missed")])

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profiling.gpu.clock import Gpu
+from profiling.gpu.strided import FILL_VALUE, Places
 from sgalloc.device.kernels import THREADS, Geometry, kernel
 from sgalloc.plan import Gather, Segments
 
@@ -39,6 +40,16 @@ class Launch(Protocol):
 
         Raises:
             RuntimeError: they differ.
+        """
+
+    def filling(self, count: int) -> Any:
+        """A graph of ``count`` launches that store into the same places, and do nothing else."""
+
+    def check_filled(self, graph: Any) -> None:
+        """Replay ``graph``, of `filling`, over poisoned outputs: it stores where `graph` does.
+
+        Raises:
+            RuntimeError: it stores elsewhere, too, or not everywhere.
         """
 
 
@@ -114,6 +125,15 @@ class Growing:
         ]
         self._table.check(graph, ids)
 
+    def filling(self, count: int) -> Any:
+        """See `Launch`."""
+        places = self._table.places(self._sets, self._form.endswith(ANY_ORDER))
+        return places.filling(self._gpu, count)
+
+    def check_filled(self, graph: Any) -> None:
+        """See `Launch`."""
+        self._table.check_filled(graph, self._sets)
+
 
 class Marking:
     """`page_watermarks`: each of ``segments`` requests needs ``each`` pages."""
@@ -141,7 +161,7 @@ class Marking:
         """See `Launch`; every launch has scan words of its own, cleared at the graph's start."""
         from sgalloc.device.streams import Handle
 
-        tile_requests = self.geometry.tile_requests(self._requests)
+        tile_requests = self.geometry.tile_requests(self._requests, self._each)
         tiles = -(-self._requests // tile_requests)
         size = count * (8 * tiles + 8)
         state = self._gpu.to_device(np.zeros(size, np.uint8))
@@ -179,6 +199,14 @@ class Marking:
         size = self.geometry.page_size
         ids = [made_up_ids(self._total, size, n).reshape(-1, self._each) for n in range(self._sets)]
         self._table.check(graph, ids)
+
+    def filling(self, count: int) -> Any:
+        """See `Launch`."""
+        return self._table.places(self._sets).filling(self._gpu, count)
+
+    def check_filled(self, graph: Any) -> None:
+        """See `Launch`."""
+        self._table.check_filled(graph, self._sets)
 
 
 class Gathering:
@@ -251,12 +279,21 @@ class Gathering:
 
     def check(self, graph: Any) -> None:
         """See `Launch`."""
-        self._out.fill(_POISON)
-        self._gpu.wait()
-        self._gpu.launch(graph)
-        self._gpu.wait()
+        replay_over_poison(self._gpu, graph, self._out)
         if not np.array_equal(self._gpu.to_host(self._out), np.concatenate(self._expected)):
             raise RuntimeError("gather_slots wrote other slots than those asked for")
+
+    def filling(self, count: int) -> Any:
+        """See `Launch`; the slots of a set are one row of pages of 16 bytes."""
+        size = self._size * self._out.itemsize
+        starts = [self.memory + n * size for n in range(self._sets)]
+        return Places(starts, size // 4, 4, 1, size // 16, False).filling(self._gpu, count)
+
+    def check_filled(self, graph: Any) -> None:
+        """See `Launch`."""
+        replay_over_poison(self._gpu, graph, self._out)
+        if not (self._gpu.to_host(self._out).view(np.int32) == FILL_VALUE).all():
+            raise RuntimeError("the fill left slots out")
 
 
 class Grid:
@@ -297,10 +334,7 @@ class Grid:
             RuntimeError: it wrote something else.
         """
         size = self.geometry.page_size
-        self._table.fill(_POISON)
-        self._gpu.wait()
-        self._gpu.launch(graph)
-        self._gpu.wait()
+        replay_over_poison(self._gpu, graph, self._table)
         for n, wanted in enumerate(ids):
             begin = self.first(n) * size
             part = self._table[1:, begin : begin + self._each * size]
@@ -308,9 +342,41 @@ class Grid:
             slots = pages * np.int32(size) + self._gpu.to_device(np.arange(size, dtype=np.int32))
             if not bool((part == slots.reshape(part.shape)).all()):
                 raise RuntimeError(f"set {n} of a launch broke the row law")
+        self._check_written(sum(wanted.size for wanted in ids) * size)
+
+    def places(self, sets: int, shuffled: bool = False) -> Places:
+        """Where the launches of ``sets`` sets write."""
+        size, width = self.geometry.page_size, int(self._table.shape[1])
+        starts = [self.memory + 4 * (width + self.first(n) * size) for n in range(sets)]
+        rows = int(self._table.shape[0]) - 1
+        return Places(starts, width, size, rows, self._each, shuffled)
+
+    def check_filled(self, graph: Any, sets: int) -> None:
+        """Replay ``graph``; each set should have filled its pages, and nobody more.
+
+        Raises:
+            RuntimeError: it wrote something else.
+        """
+        size = self.geometry.page_size * self._each
+        replay_over_poison(self._gpu, graph, self._table)
+        for n in range(sets):
+            begin = self.first(n) * self.geometry.page_size
+            if not bool((self._table[1:, begin : begin + size] == FILL_VALUE).all()):
+                raise RuntimeError(f"the fill left entries of set {n} out")
+        self._check_written(sets * (int(self._table.shape[0]) - 1) * size)
+
+    def _check_written(self, wanted: int) -> None:
         written = int((self._table != _POISON).sum())
-        if written != sum(wanted.size for wanted in ids) * size:
+        if written != wanted:
             raise RuntimeError(f"{written} entries were written, more than were asked for")
+
+
+def replay_over_poison(gpu: Gpu, graph: Any, outputs: Any) -> None:
+    """Replay ``graph`` once, over ``outputs`` that hold what it never writes."""
+    outputs.fill(_POISON)
+    gpu.wait()
+    gpu.launch(graph)
+    gpu.wait()
 
 
 def made_up_ids(count: int, page_size: int, salt: int) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""What the kernels cost on the GPU, beside a memset of the bytes that they write.
+"""What the kernels cost on the GPU, beside a memset of the bytes and a fill of the same places.
 
 `python -m profiling.gpu.kernels --help`
 """
@@ -19,7 +19,7 @@ from profiling.harness import summarize
 from profiling.measured import Record
 
 ASSIGN, MARKS, GATHER = "assign_pages", "page_watermarks", "gather_slots"
-MEMSET, MINE = "memset", "sgalloc"
+MEMSET, FILL, MINE = "memset", "strided fill", "sgalloc"
 AIMS = {ASSIGN: 1.5, MARKS: 2.0}
 LARGE = (16_000_000, 160_000_000)
 SECTOR = 32
@@ -118,7 +118,7 @@ def made(case: Case, gpu: Gpu, sets: int) -> Launch:
 
 
 def measure(quick: bool, gpu: Gpu, sweep: bool = False, chosen: Any = None) -> common.Outcome:
-    """All cases, or those ``chosen``, each with a memset beside it in turns."""
+    """All cases, or those ``chosen``, each with a memset and a strided fill beside it in turns."""
     records: list[Record] = []
     compared = 0
     for case in cases(quick) if chosen is None else chosen:
@@ -128,12 +128,14 @@ def measure(quick: bool, gpu: Gpu, sweep: bool = False, chosen: Any = None) -> c
         graphs = {
             MINE: launch.graph(count),
             MEMSET: gpu.capture(memsets(gpu, launch, case.written, count, sets)),
+            FILL: launch.filling(count),
         }
         at = {**case.at, "row": int(launch.geometry.arguments[2])}
         for side, series in gpu.replays(graphs, 5 if quick else 15).items():
             records.append(Record(case.kernel, side, at, summarize(series, per=count)))
         launch.check(graphs[MINE])
-        compared += sets
+        launch.check_filled(graphs[FILL])
+        compared += 2 * sets
         if sweep and case.kernel == ASSIGN and (case.run, case.form) in SWEPT:
             records += swept(case, launch, gpu, count)
         del launch, graphs
@@ -177,14 +179,17 @@ def tables(found: Found) -> list[Table]:
 
 
 def kernel_table(found: Found, kernel: str) -> Table:
-    """One kernel beside a memset."""
-    rows, judged = [], []
+    """One kernel beside a memset and a strided fill; older results have no such fill."""
+    rows, judged, beside = [], [], []
     for mine in found.where(kernel, MINE):
         at = mine["at"]
         floor = found.one(kernel, MEMSET, **at)
         share = ratio(mine["median_us"], None if floor is None else floor["median_us"])
-        if share is not None and kernel in AIMS and at["bytes"] > 10_000_000:
-            judged.append((share, at))
+        fill = found.one(kernel, FILL, **at)
+        over = ratio(mine["median_us"], None if fill is None else fill["median_us"])
+        if kernel in AIMS and at["bytes"] > 10_000_000:
+            judged += [] if share is None else [(share, at)]
+            beside += [] if over is None else [(over, at)]
         rows.append(
             [
                 f"{at['form']}",
@@ -196,6 +201,8 @@ def kernel_table(found: Found, kernel: str) -> Table:
                 spread(mine),
                 spread(floor),
                 times(share),
+                spread(fill),
+                times(over),
                 f"{at['bytes'] / mine['median_us'] / 1e6:.2f}",
             ]
         )
@@ -203,8 +210,10 @@ def kernel_table(found: Found, kernel: str) -> Table:
     return Table(
         f"`{kernel}`, GPU µs a launch",
         "Replays of a graph of many launches over inputs and outputs that together are larger than "
-        "L2 where the size asks for it, in turns with a graph of memsets; median (p10–p90). At "
-        "page 1 the memset writes the 32 bytes of each sector touched; bytes are the memset's.",
+        "L2 where the size asks for it, in turns with a graph of memsets and one of strided fills; "
+        "median (p10–p90). At page 1 the memset writes the 32 bytes of each sector touched; bytes "
+        "are the memset's. A strided fill stores into the very places that the kernel writes, 16 "
+        "bytes at a time where a page is that large, and reads nothing.",
         [
             "step",
             "page",
@@ -215,28 +224,39 @@ def kernel_table(found: Found, kernel: str) -> Table:
             "kernel",
             "memset",
             "ratio",
+            "strided fill",
+            "ratio to it",
             "TB/s",
         ],
         rows,
-        _verdict(kernel, judged),
+        _verdict(kernel, judged, beside),
     )
 
 
-def _verdict(kernel: str, judged: list[tuple[float, Any]]) -> str:
+def _verdict(kernel: str, judged: list[tuple[float, Any]], beside: list[tuple[float, Any]]) -> str:
     if kernel not in AIMS:
         return "no aim was set; it reads as many slots of the table as it writes."
     if not judged:
         return "no step of 16 MB or more was measured."
     aim = AIMS[kernel]
+    text = f"aim at most {aim}×. {'; '.join(_ranges(judged, aim))}."
+    if beside:
+        text += f" Over a strided fill of the same places: {'; '.join(_ranges(beside))}."
+    return text
+
+
+def _ranges(judged: list[tuple[float, Any]], aim: float | None = None) -> list[str]:
+    """For each size the least and the largest ratio, where the largest is, and whether it meets."""
     parts = []
     for written in sorted({round(at["bytes"] / 1e6) for _, at in judged}):
         here = [(share, at) for share, at in judged if round(at["bytes"] / 1e6) == written]
         least, (most, at) = min(share for share, _ in here), max(here, key=lambda one: one[0])
+        verdict = "" if aim is None else f", {'met' if most <= aim else 'missed'}"
         parts.append(
             f"{written} MB: {times(least)} to {times(most)} (page {at['page']}, segments of "
-            f"{at['run'] or 'all'}, {at['form']}), {'met' if most <= aim else 'missed'}"
+            f"{at['run'] or 'all'}, {at['form']}){verdict}"
         )
-    return f"aim at most {aim}×. {'; '.join(parts)}."
+    return parts
 
 
 def sweep_table(found: Found) -> Table:
@@ -269,7 +289,7 @@ def sweep_table(found: Found) -> Table:
 @common.options
 @click.option("--sweep", is_flag=True, help="Try other tiles, grids and blocks, too.")
 def main(out: Path | None, quick: bool, sweep: bool) -> None:
-    """Time the kernels by graph replay, beside memsets: about a minute."""
+    """Time the kernels by graph replay, beside memsets and strided fills: 90 seconds or so."""
     common.run("kernels", out, quick, lambda: measure(quick, Gpu(), sweep), tables)
 
 

@@ -443,7 +443,7 @@ class CudaDevice:
                 stream,
             )
             self.copies += 1
-            tile = self.geometry.tile_requests(n)
+            tile = self.geometry.tile_requests(n, -(-ids.size // n))
             tiles = -(-n // tile)
             words, ticket, taken, epoch = self._scan.begin(stream)
             kernel("page_watermarks", self.index)(

@@ -13,7 +13,7 @@ from sgalloc.cuda_source import read_text
 SOURCES = ("assign_pages.cu", "page_watermarks.cu", "export_pages.cu")
 THREADS = 256
 TILE_PAGES = 1024
-TILE_REQUESTS = 1024
+LEAST_REQUESTS, TILE_REQUESTS = 32, 1024
 # A block writes about so many slots a tile: enough to keep its threads busy, few enough to
 # spread a middling step over many multiprocessors.
 _TILE_SLOTS = 4096
@@ -107,7 +107,11 @@ class Geometry:
         """Blocks for ``pages`` in tiles of ``tile`` and ``slots`` gathered; at least one."""
         return max(1, min(max(-(-pages // tile), -(-slots // THREADS)), 8 * self.sms))
 
-    def tile_requests(self, requests: int) -> int:
-        """Requests of a tile of page_watermarks: two tiles a multiprocessor, while that goes."""
-        wanted = -(-requests // (2 * self.sms))
-        return min(TILE_REQUESTS, max(32, 1 << (wanted - 1).bit_length() if wanted > 1 else 1))
+    def tile_requests(self, requests: int, pages_each: int) -> int:
+        """Requests of a tile of page_watermarks, which may need up to ``pages_each`` pages each.
+
+        As many slots a tile as a step of known pages has, and two tiles a multiprocessor, as far
+        as tiles of at least `LEAST_REQUESTS` go.
+        """
+        wanted = min(self.tile // max(1, pages_each), requests // (2 * self.sms))
+        return max(LEAST_REQUESTS, min(TILE_REQUESTS, wanted // LEAST_REQUESTS * LEAST_REQUESTS))

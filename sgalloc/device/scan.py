@@ -5,18 +5,15 @@ from __future__ import annotations
 import cupy
 from cupy.cuda import runtime
 
-from sgalloc.device.kernels import TILE_REQUESTS
-
-# Up to so many requests page_watermarks may take tiles of the least size, 32.
-_FEW = 1 << 16
+from sgalloc.device.kernels import LEAST_REQUESTS
 
 
 class Scan:
     """State of the single-pass scan; never cleared, since every launch has an epoch."""
 
     def __init__(self, max_requests: int) -> None:
-        tiles = max(-(-max_requests // TILE_REQUESTS), -(-min(max_requests, _FEW) // 32))
-        self._words = cupy.zeros(tiles, cupy.uint64)
+        # Every tile may have the least requests, where each may need many pages.
+        self._words = cupy.zeros(-(-max_requests // LEAST_REQUESTS), cupy.uint64)
         self._ticket = cupy.zeros(1, cupy.uint32)
         self._taken = 0
         self._epoch = 0

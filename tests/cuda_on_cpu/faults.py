@@ -187,7 +187,37 @@ FAULTS: dict[str, Fault] = {
         "scan", "page_watermarks.cu", "lane <= stop", "lane < stop"
     ),
     "look-back windows that overlap": Fault(
-        "scan", "page_watermarks.cu", "last -= 32", "last -= 31"
+        "scan", "page_watermarks.cu", "last -= kThreads", "last -= kThreads - 1"
+    ),
+    "look-back windows with a gap": Fault(
+        "scan", "page_watermarks.cu", "last -= kThreads", "last -= kThreads + 1"
+    ),
+    "look-back of each warp to the same tiles": Fault(
+        "scan", "page_watermarks.cu", "last - static_cast<i32>(threadIdx.x)", "last - lane"
+    ),
+    "look-back past the nearest sum": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "if (whole[turn][w]) return",
+        "if (w == kWarps - 1 && whole[turn][w]) return",
+    ),
+    "look-back that only its nearest warp ends": Fault(
+        "scan", "page_watermarks.cu", "if (whole[turn][w]) return", "if (whole[turn][0]) return"
+    ),
+    "look-back that its nearest window ends": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "        turn ^= 1;",
+        "        return before;",
+    ),
+    "look-back windows of which only the last counts": Fault(
+        "scan", "page_watermarks.cu", "        turn ^= 1;", "        turn ^= 1, before = 0;"
+    ),
+    "no barrier behind what was heard": Fault(
+        "scan",
+        "page_watermarks.cu",
+        "        __syncthreads();\n        for (i32 w",
+        "        for (i32 w",
     ),
     "no barrier behind the ticket": Fault(
         "scan",
@@ -201,11 +231,11 @@ FAULTS: dict[str, Fault] = {
         "warp_sums[warp] = sum;\n    __syncthreads();",
         "warp_sums[warp] = sum;",
     ),
-    "no barrier behind the look-back": Fault(
+    "no barrier behind the offsets": Fault(
         "scan",
         "page_watermarks.cu",
-        "    __syncthreads();\n\n    total = shared_total;",
-        "\n    total = shared_total;",
+        "    __syncthreads();\n\n    i32 before = 0, begin",
+        "\n    i32 before = 0, begin",
     ),
     "no barrier before the tile is written, scan": Fault(
         "scan",
@@ -264,10 +294,18 @@ FAULTS: dict[str, Fault] = {
     "offsets searched that are not there": Fault(
         "scan",
         "page_watermarks.cu",
-        "insertion(offsets, 0, tile_requests, page)",
-        "insertion(offsets, 0, kTileRequests, page)",
+        "insertion(offsets, 0, tile_requests, begin + i)",
+        "insertion(offsets, 0, kTileRequests, begin + i)",
     ),
-    "ids of the first tile": Fault("scan", "page_watermarks.cu", "ids[before + page]", "ids[page]"),
+    "ids of the first tile": Fault(
+        "scan", "page_watermarks.cu", "ids[before + begin + i]", "ids[begin + i]"
+    ),
+    "ids of the first pages of a tile": Fault(
+        "scan", "page_watermarks.cu", "ids[before + begin + i]", "ids[before + i]"
+    ),
+    "places of the first pages of a tile": Fault(
+        "scan", "page_watermarks.cu", "(begin + i - offsets[r])", "(i - offsets[r])"
+    ),
     "padding that is not": Fault(
         "export",
         "export_pages.cu",
@@ -325,6 +363,9 @@ RACES: dict[str, Fault] = {
     ),
     "no barrier before the next tile": FAULTS["no barrier before the next tile"],
     "no barrier before the next tile, scan": FAULTS["no barrier before the next tile, scan"],
+    "what was heard is written over": Fault("race", "page_watermarks.cu", "        turn ^= 1;", ""),
+    "no barrier behind what was heard": FAULTS["no barrier behind what was heard"],
+    "no barrier behind the offsets": FAULTS["no barrier behind the offsets"],
     "new slots read from the table": FAULTS["new slots read from the table"],
     "mapped: pages of the next tile": FAULTS["mapped: pages of the next tile"],
 }

@@ -94,6 +94,16 @@ class Scan:
         self.ticket = Buffer(np.array([tickets % 2**32], np.uint32), True)
         self.epoch, self.tickets = epoch, tickets
 
+    def begin(self, pages: Sequence[int], summed: Sequence[bool]) -> None:
+        """Let blocks outside of the launch have taken the first tiles, of so many `pages`.
+
+        Where `summed`, a tile has told the sum of all up to it, else its own pages alone.
+        """
+        values = np.where(summed, np.cumsum(pages), pages).astype(np.uint64)
+        states = np.uint64(self.epoch << 2) + np.where(summed, 2, 1).astype(np.uint64)
+        self.words.data[: len(pages)] = states << np.uint64(32) | values
+        self.ticket.data[0] = (self.tickets + len(pages)) % 2**32
+
 
 def watermarks(
     emulator: Emulator,
@@ -107,26 +117,36 @@ def watermarks(
     *,
     tile_pages: int = 1024,
     tile_requests: int = 1024,
+    threads: int = 256,
+    summed: Sequence[bool] = (),
     **how: Any,
 ) -> Stats:
-    """Launch page_watermarks, and hold the table against the row law; the next epoch follows."""
+    """Launch page_watermarks, and hold the table against the row law; the next epoch follows.
+
+    As many tiles as `summed` says something of are left to others: see `Scan.begin`.
+    """
     size = table.page_size
     tiles = -(-len(rows) // tile_requests)
     scan = scan or Scan(tiles)
     marks = committed.astype(np.int64) + reserve
     after = np.maximum(allocated, -(-marks // size) * size)
     assert after.max(initial=0) <= table.row_pages * size
-    ids = fresh_ids(rng, int((after - allocated).sum()) // size, size)
-    left = iter(ids.tolist())
+    need = (after - allocated) // size
+    ids = fresh_ids(rng, int(need.sum()), size)
+    others = len(summed) * tile_requests
+    if summed:
+        scan.begin(need[:others].reshape(-1, tile_requests).sum(1).tolist(), summed)
+    left = iter(ids[need[:others].sum() :].tolist())
     table.expect()
-    for row, held, extent in zip(rows, allocated // size, after // size, strict=True):
+    mine = (rows[others:], allocated[others:] // size, after[others:] // size)
+    for row, held, extent in zip(*mine, strict=True):
         for number in range(held, extent):
             table.law(int(row), number, next(left))
     one = isinstance(reserve, int)
     stats = emulator.launch(
         "page_watermarks",
-        tiles,
-        256,
+        tiles - len(summed),
+        threads,
         [
             *table.arguments,
             np.int32(tile_pages),
