@@ -270,7 +270,7 @@ class PrefixCache:
         if some.any():
             total = int(count.sum())
             runs = Segments(rows[some], first[some], count[some], total, self._ledger.per_row)
-            self._device.write(runs, np.concatenate(pages), None, None)
+            self._device.rejoin(self._device.write(runs, np.concatenate(pages), None, None))
 
     def _hold(self, row: int, node: Node | None) -> None:
         if node is not None:

@@ -86,6 +86,12 @@ class Device(Writer, Protocol):
     def event(self, after: Any) -> Any:
         """``after`` as something that can be polled, if it is an event of this device's kind."""
 
+    def rejoin(self, ready: Any) -> None:
+        """Let the current stream wait for a write whose event no caller gets, if it is captured.
+
+        A capture that drew the allocator's own stream in cannot end before that came back.
+        """
+
     def capturing(self) -> bool:
         """Whether a stream is being captured, so that no event may be polled."""
 
@@ -96,7 +102,10 @@ class Device(Writer, Protocol):
         """``out`` as this device's array, if it has exactly ``size`` entries of int32 or int64."""
 
     def gather(self, rows: Int64, start: Int64, stop: Int64) -> Any:
-        """The slots of positions ``[start, stop)`` of each row, flat, as a new int32 array."""
+        """The slots of positions ``[start, stop)`` of each row, flat, as a new int32 array.
+
+        The current stream waits for it, whichever stream it was made on.
+        """
 
     def read_rows(self, rows: Int64) -> Int32:
         """A host copy of whole rows, for checks alone."""

@@ -93,6 +93,9 @@ class CpuDevice:
         """``after`` itself: a CPU has no events of its own kind."""
         return after
 
+    def rejoin(self, ready: Done) -> None:
+        """Nothing to wait for."""
+
     def capturing(self) -> bool:
         """Never: a CPU captures nothing."""
         return False
