@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from sgalloc.device.cpu import CpuDevice
@@ -40,6 +41,10 @@ class Device(Writer, Protocol):
     """Methods that a profiler sees, with the names of their ranges."""
     rounds_from: int
     """Requests from which the device rounds watermarks sooner than the host."""
+
+    @property
+    def updates(self) -> Sequence[Any]:
+        """Updates of `captured` that live, weakly held; without one no page is `unwritten`."""
 
     @property
     def page_table(self) -> Any:
@@ -97,6 +102,12 @@ class Device(Writer, Protocol):
 
     def captured(self, apply: Any, max_pages: int) -> Any:
         """An update to put into a graph of the caller's."""
+
+    def unwritten(self) -> Int64:
+        """Pages that staged steps have yet to write, int64, in ascending order.
+
+        Each as its place in the page lists, ``row * row_pages + number``.
+        """
 
     def checked_out(self, out: Any, size: int) -> Any:
         """``out`` as this device's array, if it has exactly ``size`` entries of int32 or int64."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any, NamedTuple
 
 import cupy
@@ -29,6 +30,7 @@ from sgalloc.device.staging import HEADER_BYTES, Ring, Slot, Spare
 from sgalloc.device.streams import Handle, Ready, current_device, event_pointer, new_stream
 from sgalloc.errors import WrongState
 from sgalloc.inputs import Int64
+from sgalloc.ledger import concatenate
 from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Segments
 
@@ -101,6 +103,7 @@ class CudaDevice(Batched):
         self._large_bytes = 0
         self._scan: Scan | None = None
         self._last: Ready | None = None
+        self.updates: list[weakref.ref[CapturedUpdate]] = []
         self.launches = 0
         self.copies = 0
 
@@ -291,7 +294,14 @@ class CudaDevice(Batched):
         with cupy.cuda.Device(self.index):
             if self._small is None:
                 self.warm()
-            return CapturedUpdate(self.index, self.geometry, self.row_pages, apply, max_pages)
+            update = CapturedUpdate(self.index, self.geometry, self.row_pages, apply, max_pages)
+        self.updates.append(weakref.ref(update, self.updates.remove))
+        return update
+
+    def unwritten(self) -> Int64:
+        """Places of the pages that staged steps have yet to write. See `Device.unwritten`."""
+        live = [update for ref in self.updates if (update := ref()) is not None]
+        return np.sort(concatenate([p for update in live for p in update.unwritten()], np.int64))
 
     # -- gathers -----------------------------------------------------------------------------
 
