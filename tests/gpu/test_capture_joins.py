@@ -37,6 +37,8 @@ class Seen:
     def __init__(self, array: Any) -> None:
         self._array = array
         self._copy = cupy.zeros_like(array)
+        self.read_on(0)  # the kernel is loaded at its first launch, which no capture takes
+        self._copy.fill(-1)
         runtime.deviceSynchronize()
 
     def read_on(self, stream: int) -> None:
@@ -106,6 +108,7 @@ def test_slots_in_a_new_array_are_captured(stream: str, library: str) -> None:
     world = owned(stream, keep := [])
     expected = gathered(world.alloc, world.edge.tolist(), 0, 3).tolist()
     seen = cupy.zeros(12, cupy.int32)
+    Seen(seen)
     world.alloc.slots(world.edge, 0, 3)  # so that CuPy's pool has the memory for another
     runtime.deviceSynchronize()
     replay: list[Callable[[], None]] = []
@@ -142,6 +145,8 @@ def test_slots_are_captured_where_a_reader_was_named(stream: str) -> None:
     with captured_by_torch() as graph:
         VERBS["slots with out"].call(world)
         out.read_on(int(torch.cuda.current_stream().cuda_stream))
+    world.out(12).fill(-1)  # each replay fills it anew
+    torch.cuda.synchronize()
     graph.replay()
     torch.cuda.synchronize()
     world.verify()
@@ -254,6 +259,25 @@ def test_a_reader_on_the_current_stream_sees_slots(
         seen = host(table._copy) if with_out else host(table._copy).view(np.int32)[:12]
         assert seen.tolist() == expected.tolist()
         del owner
+
+
+def test_slots_are_not_written_while_the_current_stream_uses_their_array(
+    latches: Latches,
+) -> None:
+    """A named reader is one of the table, and says nothing of ``out``."""
+    with CURRENTS["torch side"]() as current:
+        reader = cupy.cuda.Stream(non_blocking=True)
+        world = World(stream="plan", reader=reader)
+        out = Seen(world.outs[12].gpu)
+        before = out._array.get().tolist()
+        latch = latches.hold(current)
+        out.read_on(current)
+        VERBS["slots with out"].call(world)
+        latches.let_the_rest_run()
+        assert latch.held
+        latch.open()
+        world.verify()
+        assert out.now() == before
 
 
 def test_a_reader_on_cupys_stream_beside_torch_sees_slots(latches: Latches) -> None:

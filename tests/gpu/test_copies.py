@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import cupy
@@ -11,13 +12,14 @@ import pytest
 from cupy.cuda import runtime
 from gpu.capturing import captured_by_torch
 from gpu.currents import CURRENTS, STREAMS, cuda_torch
-from gpu.latch import Latch, Latches, spin
+from gpu.latch import Latch, Latches, copy_entries, spin
 from gpu.spy import Spy
 from gpu.twins import host, verify_rows
 from gpu.verbs import LONG, VERBS, World
 
 import sgalloc
-from sgalloc.device.streams import event_done
+from sgalloc.device.staging import HEADER_BYTES, Slot, pinned
+from sgalloc.device.streams import event_done, new_event
 
 # The current stream, and what is passed as stream=: a step runs on a stream of the caller's.
 CALLERS = {
@@ -45,6 +47,28 @@ def done_while_held(events: list[int], latch: Latch) -> None:
     while not all(event_done(event) for event in events):
         assert latch.held, "a copy waited for the caller's stream"
     assert latch.held
+
+
+def first_entries(slot: Slot, latch: Latch) -> list[int]:
+    """What is on the device behind the header of a slot, read while the latch is held."""
+    done_while_held([slot.copied], latch)
+    side, event = cupy.cuda.Stream(non_blocking=True), new_event()
+    address, words = _words()
+    copy_entries(slot.target + HEADER_BYTES, address, 4, int(side.ptr))
+    runtime.eventRecord(event, int(side.ptr))
+    done_while_held([event], latch)
+    return list(words.tolist())
+
+
+@lru_cache(maxsize=1)
+def _words() -> tuple[int, np.ndarray]:
+    """Memory that host and device both see: a copy to the host might wait for the latch."""
+    owner, memory = pinned(16)
+    _owners.append(owner)
+    return int(owner.ptr), memory.view(np.int32)
+
+
+_owners: list[Any] = []
 
 
 def _extend(alloc: sgalloc.KVAllocator, h: list[int], tables: Any) -> Any:
@@ -75,13 +99,14 @@ def test_a_copy_is_done_while_the_callers_stream_is_held(
         h = alloc.open(2).tolist()
         alloc.extend(h[1], 5)
         tables = alloc.page_tables(2, 8)
+        _words()[1][:] = -1
         runtime.deviceSynchronize()
         slot = alloc._core.device._large._slots[0]
         assert not slot.used
         latch = latches.hold(held)
         ready = COPIED[what](alloc, h, tables)
         assert slot.used, "it went through the first of the large slots"
-        done_while_held([slot.copied], latch)
+        assert first_entries(slot, latch) == slot.ints[32:36].tolist() != [0] * 4
         assert not ready.query(), "the launch is behind the caller's stream"
         latch.open()
         verify_rows(alloc)
@@ -133,6 +158,27 @@ def test_d10_of_copies_on_their_own_stream(caller: str, latches: Latches) -> Non
                 alloc.extend(handle, 2 * int(rng.integers(1500, 2 * PAGES)))
             verify_rows(alloc)
             assert device.copies == before + 32
+
+
+@pytest.mark.parametrize("what", COPIED)
+@pytest.mark.parametrize("caller", CALLERS)
+def test_a_launch_waits_for_its_copy(caller: str, what: str, latches: Latches) -> None:
+    current, stream = CALLERS[caller]
+    with CURRENTS[current]():
+        alloc = make(STREAMS[stream]([]))
+        h = alloc.open(2).tolist()
+        alloc.extend(h[1], 5)
+        tables = alloc.page_tables(2, 8)
+        runtime.deviceSynchronize()
+        latch = latches.hold(alloc._core.device._order.copying)
+        ready = COPIED[what](alloc, h, tables)
+        latches.let_the_rest_run()
+        assert not ready.query(), "the kernel read what was not copied yet"
+        assert latch.held
+        latch.open()
+        verify_rows(alloc)
+        if what == "export":
+            assert host(tables.indices)[:3].tolist() == alloc.pages(h[1]).tolist()
 
 
 class Copies:
