@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from sgalloc.device.unwritten import refuse_unwritten
 from sgalloc.errors import AllocError, InsideSharedPage, RowTooNarrow, StalePlan
 from sgalloc.inputs import Int64, int64_array, token_sequences
 from sgalloc.ledger import NO_ROWS, Ledger, names_one
@@ -78,16 +79,21 @@ class PrefixCache:
 
         Raises:
             ValueError: the ids differ from the prefix that a request was opened with.
+            WrongState: a staged step has yet to write a page that would be given up.
         """
         try:
             rows = self._ledger.rows_of(x)
             prepared = self.prepare(rows, token_sequences(tokens, rows.size, names_one(x)))
             event = self._quarantine.pending(after)
-            self._quarantine.settle()
             # Whatever can fail comes before the first change of host state.
             twins = self._twins(prepared)
-            shared = self._ledger.shared[[one.row for one in prepared]] if prepared else rows[:0]
-            self._write(np.array([one.row for one in prepared], np.int64), shared, twins)
+            running = np.array([one.row for one in prepared], np.int64)
+            shared = self._ledger.shared.take(running)
+            if self._device.updates:
+                stop = shared + np.array([ids.size for ids in twins], np.int64)
+                refuse_unwritten(self._device, running, shared, stop, self._ledger.row_pages, "")
+            self._quarantine.settle()
+            self._write(running, shared, twins)
         except AllocError as refusal:
             self._count(refusal)
             raise
@@ -270,7 +276,7 @@ class PrefixCache:
         if some.any():
             total = int(count.sum())
             runs = Segments(rows[some], first[some], count[some], total, self._ledger.per_row)
-            self._device.write(runs, np.concatenate(pages), None, None)
+            self._device.rejoin(self._device.write(runs, np.concatenate(pages), None, None))
 
     def _hold(self, row: int, node: Node | None) -> None:
         if node is not None:

@@ -8,10 +8,13 @@ import numpy as np
 
 from sgalloc.caching import PrefixCache, Prepared
 from sgalloc.core import Core
+from sgalloc.device.unwritten import refuse_unwritten
 from sgalloc.inputs import Int64
 from sgalloc.ledger import NO_ROWS
 from sgalloc.pages import WAITING, Int32
 from sgalloc.prefix import Node
+
+_OR_WAIT = ", or pass after= an event recorded behind the replay"
 
 
 def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
@@ -19,6 +22,7 @@ def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
 
     Raises:
         InsideSharedPage: it would end inside a page shared with the prefix cache.
+        WrongState: a staged step has yet to write a page that would go back at once.
     """
     ledger = core.ledger
     before = ledger.committed.take(rows)
@@ -27,6 +31,9 @@ def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
     if core.prefix is not None:
         core.prefix.check_trim(rows, committed)
     event = core.quarantine.pending(after)
+    if core.device.updates and event is None:
+        upto = ledger.page_counts(rows)
+        refuse_unwritten(core.device, rows, keep, upto, ledger.row_pages, _OR_WAIT)
     core.settle()
     held, shared = ledger.page_counts(rows), ledger.shared.take(rows)
     if not np.count_nonzero((committed != before) | (keep != held)):
@@ -41,9 +48,16 @@ def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
 
 
 def release(core: Core, rows: Int64, prepared: list[Prepared], after: Any) -> None:
-    """Close the requests of ``rows``; the pages of those ``prepared`` enter the prefix cache."""
+    """Close the requests of ``rows``; the pages of those ``prepared`` enter the prefix cache.
+
+    Raises:
+        WrongState: a staged step has yet to write a page of a row that would go back at once.
+    """
     ledger = core.ledger
     event = core.quarantine.pending(after)
+    if core.device.updates and event is None:
+        width = ledger.row_pages
+        refuse_unwritten(core.device, rows, 0, width, width, _OR_WAIT)
     core.settle()
     if not rows.size:
         return

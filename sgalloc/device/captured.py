@@ -14,6 +14,8 @@ from sgalloc.device.ready import DONE, Done
 from sgalloc.device.staging import HEADER_BYTES, SERIAL, Block, pinned
 from sgalloc.device.streams import Handle, current_stream, stream_pointer
 from sgalloc.errors import WrongState
+from sgalloc.inputs import Int64
+from sgalloc.ledger import NO_ROWS
 from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Plan, Segments
 
@@ -50,6 +52,7 @@ class CapturedUpdate:
             self._counters = cupy.zeros(3, cupy.uint32)
             runtime.deviceSynchronize()
         self._staged = 0
+        self._places = [NO_ROWS] * RING
 
     def launch(self, stream: Any = None) -> None:
         """Put the launch on ``stream`` (the current one if None), which is being captured.
@@ -88,7 +91,7 @@ class CapturedUpdate:
                 f"the plan needs {plan.num_new_pages} pages, but this update was made for "
                 f"{self._max_pages}: make one with a larger max_pages"
             )
-        waiting = (self._staged - int(self._applied[0])) % (1 << 32)
+        waiting = self._waiting()
         if plan.num_new_pages and waiting >= RING:
             raise WrongState(
                 f"{waiting} staged steps wait for their replay, the most there can be: "
@@ -96,12 +99,22 @@ class CapturedUpdate:
             )
         self._apply(plan, self)
 
+    def unwritten(self) -> list[Int64]:
+        """Places in the page lists that staged steps write and no replay has written, by step."""
+        staged = self._staged
+        return [self._places[(staged - n) % RING] for n in range(self._waiting(), 0, -1)]
+
+    def _waiting(self) -> int:
+        """Steps that wait for their replay, by the word that the kernel counts up."""
+        return (self._staged - int(self._applied[0])) % (1 << 32)
+
     def write(
         self, pages: Segments | None, ids: Int32 | None, gather: Gather | None, after: Any
     ) -> Done:
         """Lay the step out in the ring."""
         if pages is not None:
             block = self._blocks[self._staged % RING]
+            self._places[self._staged % RING] = pages.where
             fill(block, pages, ids, None, 0, self._row_pages)
             self._staged = (self._staged + 1) % (1 << 32)
             # Written last: it tells the kernel that the step is whole.
