@@ -128,7 +128,7 @@ class Batched(ABC):
                 (THREADS,),
                 (
                     *self.geometry.arguments,
-                    np.int32(self.geometry.tile),
+                    np.int32(self.geometry.marking_tile),
                     np.int32(tile),
                     np.int32(n),
                     places[0],
