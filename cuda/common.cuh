@@ -45,22 +45,23 @@ static __device__ __forceinline__ i32 insertion(
     return first;
 }
 
-// A word that other blocks read, and reads of theirs, in order with what was written before.
-static __device__ __forceinline__ u64 load_acquire(const u64* word) {
+// A word that other blocks read and write. It says all by itself, so that nothing else has to be
+// seen in order with it.
+static __device__ __forceinline__ u64 load_word(const u64* word) {
 #ifdef __CUDA_ARCH__
     u64 value;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
     return value;
 #else
-    return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    return __atomic_load_n(word, __ATOMIC_RELAXED);
 #endif
 }
 
-static __device__ __forceinline__ void store_release(u64* word, u64 value) {
+static __device__ __forceinline__ void store_word(u64* word, u64 value) {
 #ifdef __CUDA_ARCH__
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 #else
-    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+    __atomic_store_n(word, value, __ATOMIC_RELAXED);
 #endif
 }
 

@@ -19,7 +19,7 @@ static __device__ __forceinline__ u64 told(u32 epoch, u32 state, i32 value) {
 static __device__ __forceinline__ u64 listen(const u64* word, u32 epoch) {
     u64 heard;
     do {
-        heard = load_acquire(word);
+        heard = load_word(word);
     } while (static_cast<u32>(heard >> 34) != epoch || (static_cast<u32>(heard >> 32) & 3) == 0);
     return heard;
 }
@@ -64,8 +64,8 @@ static __device__ __forceinline__ i32 look_back(const u64* words, u32 epoch, i32
 extern "C" __global__ void __launch_bounds__(kThreads) page_watermarks(
     i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
     i32 tile_pages, i32 tile_requests, i32 requests, const i32* rows, const i32* committed,
-    const i32* allocated, const i32* reserves, i32 reserve, const i32* ids, u64* words, u32* ticket, u32 ticket_base,
-    u32 epoch) {
+    const i32* allocated, const i32* reserves, i32 reserve, const i32* ids, u64* words,
+    u32* ticket, u32 ticket_base, u32 epoch) {
     __shared__ i32 offsets[kTileRequests];
     __shared__ i64 places[kTileRequests];
     __shared__ i64 entries[kTilePages];
@@ -112,8 +112,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) page_watermarks(
         if (w < warp) offset += warp_sums[w];
         total += warp_sums[w];
     }
-    if (thread == 0)
-        store_release(words + tile, told(epoch, tile ? kAggregate : kInclusive, total));
+    // The first warps have pages even where a tile has few, so the last thread tells.
+    bool teller = thread == kThreads - 1;
+    if (teller) store_word(words + tile, told(epoch, tile ? kAggregate : kInclusive, total));
     for (i32 k = 0; k < kPerThread; ++k) {
         i32 local = thread * each + k;
         if (k < each && local < tile_requests) offsets[local] = offset;
@@ -130,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) page_watermarks(
         }
         if (begin == 0 && tile > 0) {
             before = look_back(words, epoch, tile);
-            if (thread == 0) store_release(words + tile, told(epoch, kInclusive, before + total));
+            if (teller) store_word(words + tile, told(epoch, kInclusive, before + total));
         }
         for (i32 i = thread; i < pages; i += kThreads) {
             i64 place = entries[i];

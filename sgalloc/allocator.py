@@ -367,6 +367,7 @@ class KVAllocator(Receiving):
 
         Raises:
             InsideSharedPage: it would end inside a page shared with the prefix cache.
+            WrongState: a step staged by `captured` has yet to write a page that would go back.
         """
         rows = self._ledger.rows_of(x)
         self._ledger.check_received(rows)
@@ -444,6 +445,7 @@ class KVAllocator(Receiving):
         Raises:
             StaleHandle: one was released before; none is released now.
             ValueError: one stands twice, or tokens differ from the shared prefix.
+            WrongState: a step staged by `captured` has yet to write a page of one of them.
         """
         rows, prefix = self._ledger.rows_of(x), self._core.prefix
         prepared = []

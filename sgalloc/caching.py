@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from sgalloc.device.unwritten import refuse_unwritten
 from sgalloc.errors import AllocError, InsideSharedPage, RowTooNarrow, StalePlan
 from sgalloc.groups import NO_PAGES
 from sgalloc.groups.window import Window
@@ -102,18 +103,25 @@ class PrefixCache:
 
         Raises:
             ValueError: the ids differ from the prefix that a request was opened with.
-            WrongState: one is still being received.
+            WrongState: one is still being received, or a staged step has yet to write a page that
+                would be given up.
         """
         try:
             rows = self._ledger.rows_of(x)
             self._ledger.check_received(rows)
             prepared = self.prepare(rows, token_sequences(tokens, rows.size, names_one(x)))
             event = self._quarantine.pending(after)
-            self._quarantine.settle()
             # Whatever can fail comes before the first change of host state.
             twins = self.twins(prepared)
+            running = [one.row for one in prepared]
+            if self._device.updates:
+                rows = np.array(running, np.int64)
+                first = np.array([run.first for run in twins], np.int64)
+                stop = first + np.array([run.pages.size for run in twins], np.int64)
+                refuse_unwritten(self._device, rows, first, stop, self._ledger.row_pages, "")
+            self._quarantine.settle()
             given_up = [self._given_up(*pair) for pair in zip(prepared, twins, strict=True)]
-            self._show([one.row for one in prepared], twins)
+            self._show(running, twins)
             if self._side is not None and self._side.mapped:
                 self._quarantine.unmap(
                     concatenate([what.unmapped for what in given_up], np.int32), event
@@ -233,7 +241,7 @@ class PrefixCache:
         if pages.size:
             nowhere = np.full(pages.size, -1, np.int64)
             write = SideWrite(nowhere, concatenate(ids, np.int32), pages)
-            self._device.write(None, None, None, None, write)
+            self._device.rejoin(self._device.write(None, None, None, None, write))
         return concatenate(fresh, np.int32)
 
     def open_with(self, matches: Sequence[Match]) -> Int64:
@@ -415,7 +423,7 @@ class PrefixCache:
                 ]
                 mains = np.where(np.concatenate(given) != 0, pages, 0).astype(np.int32)
             write = SideWrite(runs.where, sides, mains)
-        self._device.write(runs, pages, None, None, write)
+        self._device.rejoin(self._device.write(runs, pages, None, None, write))
 
     def _hold(self, row: int, node: Node | None) -> None:
         if node is not None:

@@ -13,6 +13,8 @@ from sgalloc.inputs import Int64
 from sgalloc.pages import CACHED, Int32
 from sgalloc.plan import Gather, Plan, Segments, SideWrite
 
+_LOOKED_AT_FIRST = 64
+
 
 def apply(core: Core, plan: Plan, out: Any, after: Any, writer: Writer | None = None) -> None:
     """Do what ``plan`` says. Whatever can fail comes before the first change of host state.
@@ -124,10 +126,10 @@ def round_on_device(
         after: an event that the write waits for, or None.
 
     Returns:
-        None where the host has to count first.
+        None where the host has to count first, or nothing is needed.
     """
     device, pool, ledger = core.device, core.pool, core.ledger
-    if core.side is not None:
+    if core.side is not None or not _grows(start, cur, reserve):
         return None
     n = rows.size
     most = int(reserve.max())
@@ -140,3 +142,13 @@ def round_on_device(
         return None
     ready = device.write_watermarks(rows, start, cur, reserve, pool.head(bound), after)
     return None if ready is None else Written(ready)
+
+
+def _grows(start: Int64, cur: Int64, reserve: Int64) -> bool:
+    """Whether any request needs a page."""
+    # In a steady step some request at the front does, so the rest is rarely looked at.
+    front = slice(_LOOKED_AT_FIRST)
+    ahead = reserve[front] if reserve.ndim else reserve
+    if (start[front] + ahead > cur[front]).any():
+        return True
+    return start.size > _LOOKED_AT_FIRST and bool((start + reserve > cur).any())

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sgalloc import laws
+from sgalloc import laws, window_laws
 from sgalloc.caching import PrefixCache
 from sgalloc.contiguity import Runs, page_runs
 from sgalloc.core import Core
@@ -334,11 +334,15 @@ class Holdings:
         most = whole_number(max_requests, "max_requests", 1, _MOST)
         return PageTables(self._core, most, whole_number(max_pages, "max_pages", 1, _MOST))
 
-    def check(self, device: bool = False) -> None:
+    def check(self, device: bool = False) -> Int32:
         """Prove the row law and the partition law, in time linear in pages.
 
         Args:
-            device: compare the device table, too (this reads it back).
+            device: compare the device table, too (this reads it back). Pages that a step of
+                `captured` has staged, and that no replay has written yet, are left out.
+
+        Returns:
+            The rows of which pages were left out, int32 ``(n,)``; none without such a step.
 
         Raises:
             LawViolation: naming the page and both owners, or the entry.
@@ -351,15 +355,17 @@ class Holdings:
         window = core.side if isinstance(core.side, Window) else None
         laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine, core.pins, core.side)
         if window is not None:
-            laws.check_window(core.ledger, window, core.tree)
+            window_laws.check_window(core.ledger, window, core.tree)
         laws.check_row_ids(core.ledger, core.quarantine, core.pins)
         laws.check_pins(core.ledger, core.pins)
         if device:
-            laws.check_table(core.ledger, core.device)
+            late = laws.check_table(core.ledger, core.device)
             if window is not None:
-                laws.check_window_table(
-                    core.ledger, window, core.tree, core.quarantine, core.device
+                window_laws.check_window_table(
+                    core.ledger, window, core.tree, core.quarantine, core.device, late
                 )
+            return late
+        return np.empty(0, np.int32)
 
     def _window(self) -> Window:
         if not isinstance(self._core.side, Window):

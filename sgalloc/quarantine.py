@@ -86,7 +86,7 @@ class Quarantine:
     def unmap(self, pages: Int32, event: Any) -> None:
         """Clear the map for ``pages`` that go back at once, before anything else is changed."""
         if event is None and pages.size:
-            self._device.write(None, None, None, None, clearing(pages))
+            self._device.rejoin(self._device.write(None, None, None, None, clearing(pages)))
 
     def give_back(self, what: Returning, event: Any) -> None:
         """Free ``what``, which `unmap` was told of, now, or once ``event`` is done."""
@@ -116,7 +116,8 @@ class Quarantine:
         coming = [entry.what for entry, ready in zip(self.entries, done, strict=True) if ready]
         unmapped = [what.unmapped for what in coming if what.unmapped.size]
         if unmapped:
-            self._device.write(None, None, None, None, clearing(np.concatenate(unmapped)))
+            write = clearing(np.concatenate(unmapped))
+            self._device.rejoin(self._device.write(None, None, None, None, write))
         self.entries = [entry for entry, ready in zip(self.entries, done, strict=True) if not ready]
         for what in coming:
             self._pool.return_waiting(what.ids)

@@ -8,6 +8,7 @@ import numpy as np
 
 from sgalloc.caching import PrefixCache, Prepared
 from sgalloc.core import Core
+from sgalloc.device.unwritten import refuse_unwritten
 from sgalloc.groups import NO_PAGES
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64
@@ -15,12 +16,15 @@ from sgalloc.ledger import NO_ROWS
 from sgalloc.prefix import Node
 from sgalloc.quarantine import Returning
 
+_OR_WAIT = ", or pass after= an event recorded behind the replay"
+
 
 def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
     """C = min(C, lengths); pages wholly past it go back.
 
     Raises:
         InsideSharedPage: it would end inside a page shared with the prefix cache.
+        WrongState: a staged step has yet to write a page that would go back at once.
     """
     ledger = core.ledger
     before = ledger.committed.take(rows)
@@ -29,6 +33,9 @@ def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
     if core.prefix is not None:
         core.prefix.check_trim(rows, committed)
     event = core.quarantine.pending(after)
+    if core.device.updates and event is None:
+        upto = ledger.page_counts(rows)
+        refuse_unwritten(core.device, rows, keep, upto, ledger.row_pages, _OR_WAIT)
     core.settle()
     held, shared = ledger.page_counts(rows), ledger.shared.take(rows)
     if not np.count_nonzero((committed != before) | (keep != held)):
@@ -52,9 +59,16 @@ def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
 
 
 def release(core: Core, rows: Int64, prepared: list[Prepared], after: Any) -> None:
-    """Close the requests of ``rows``; the pages of those ``prepared`` enter the prefix cache."""
+    """Close the requests of ``rows``; the pages of those ``prepared`` enter the prefix cache.
+
+    Raises:
+        WrongState: a staged step has yet to write a page of a row that would go back at once.
+    """
     ledger = core.ledger
     event = core.quarantine.pending(after)
+    if core.device.updates and event is None:
+        width = ledger.row_pages
+        refuse_unwritten(core.device, rows, 0, width, width, _OR_WAIT)
     core.settle()
     if not rows.size:
         return
@@ -106,15 +120,19 @@ def evict_window(
 ) -> None:
     """Move the frontiers of ``rows``, and give back what is below them."""
     event = core.quarantine.pending(after)
-    core.settle()
     part = window.moving(rows, committed, upto)
+    if core.device.updates:
+        width = core.ledger.row_pages
+        refuse_unwritten(core.device, rows, part.first, part.leave, width, "")
+    core.settle()
     if not np.count_nonzero(part.leave != part.first):
         return
     owners, ids = window.gained(part)
     # What has left the window is not read, so an event that no stream can wait for holds back
     # the pages alone.
     behind = None if event is None else core.device.waitable(after)
-    core.device.write(None, None, None, behind, window.write(part, NO_PAGES))
+    write = window.write(part, NO_PAGES)
+    core.device.rejoin(core.device.write(None, None, None, behind, write))
     window.applied(part, NO_PAGES)
     core.ledger.version += 1
     what = Returning(NO_PAGES, NO_ROWS, NO_ROWS, [], ids, owners)

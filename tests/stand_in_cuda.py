@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-_ROOMS = ("captured", "cuda", "layout", "order", "staging", "streams")
+_ROOMS = ("batched", "captured", "cuda", "layout", "order", "scan", "staging", "streams")
 _NEVER = 2**31 - 1
 
 
@@ -258,6 +258,11 @@ def _modules(state: Cuda) -> dict[str, Any]:
             return Graph(state.capturing.pop(self.ptr))
 
         def synchronize(self) -> None: ...
+
+        def __enter__(self) -> Stream:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
 
     class Function:
         def __init__(self, name: str) -> None:

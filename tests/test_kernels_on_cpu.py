@@ -433,17 +433,13 @@ def test_the_host_asks_for_tiles_that_the_scan_takes(sms: int) -> None:
         for requests in (1, 2, 63, 64, 65, 5000, 40_000, 10**6, 2**31 - 1):
             for pages in (0, 1, 8, 300, 10**6):
                 tile = geometry.tile_requests(requests, pages)
-                assert 32 <= tile <= 1024
-                # What makes a tile larger than the least: it has few pages, and is one of many.
-                assert tile == 32 or tile * max(1, pages) <= geometry.tile
-                assert tile == 32 or -(-requests // tile) >= 2 * sms
-                # No tile is smaller than that asks for, but for whole warps.
-                larger = tile + 32
-                assert (
-                    larger > 1024
-                    or larger * max(1, pages) > geometry.tile
-                    or requests // larger < 2 * sms
-                )
+                assert 32 <= tile <= 1024 and tile & (tile - 1) == 0
+                # Five tiles a multiprocessor, but none of fewer than 256 pages: within the
+                # nearest power of two, as far as the bounds let it go.
+                wanted = max(256.0, requests * max(1, pages) / (5 * sms)) / max(1, pages)
+                assert tile == 32 or tile <= 1.42 * wanted
+                assert tile == 1024 or tile >= wanted / 1.42
+        assert geometry.tile <= geometry.marking_tile <= 1024
 
 
 def test_the_host_and_the_kernel_agree_on_the_fixed_places() -> None:

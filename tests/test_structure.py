@@ -38,6 +38,7 @@ FLOORS = {
     "sgalloc.growing": 3,
     "sgalloc.returning": 3,
     "sgalloc.laws": 3,
+    "sgalloc.window_laws": 3,
     "sgalloc.exports": 3,
     "sgalloc.holdings": 3,
     "sgalloc.transfer": 3,

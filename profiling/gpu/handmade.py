@@ -176,7 +176,7 @@ class Marking:
                 held = self._held[n % self._sets].data.ptr
                 arguments = (
                     *self.geometry.arguments,
-                    np.int32(tile or self.geometry.tile),
+                    np.int32(tile or self.geometry.marking_tile),
                     np.int32(tile_requests),
                     np.int32(self._requests),
                     self._rows.data.ptr,

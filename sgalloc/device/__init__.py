@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from sgalloc.device.cpu import CpuDevice
@@ -46,6 +47,10 @@ class Device(Writer, Protocol):
     """Methods that a profiler sees, with the names of their ranges."""
     rounds_from: int
     """Requests from which the device rounds watermarks sooner than the host."""
+
+    @property
+    def updates(self) -> Sequence[Any]:
+        """Updates of `captured` that live, weakly held; without one no page is `unwritten`."""
 
     @property
     def page_table(self) -> Any:
@@ -103,17 +108,32 @@ class Device(Writer, Protocol):
     def event(self, after: Any) -> Any:
         """``after`` as something that can be polled, if it is an event of this device's kind."""
 
+    def rejoin(self, ready: Any) -> None:
+        """Let the current stream wait for a write whose event no caller gets, if it is captured.
+
+        A capture that drew the allocator's own stream in cannot end before that came back.
+        """
+
     def capturing(self) -> bool:
         """Whether a stream is being captured, so that no event may be polled."""
 
     def captured(self, apply: Any, max_pages: int) -> Any:
         """An update to put into a graph of the caller's."""
 
+    def unwritten(self) -> Int64:
+        """Pages that staged steps have yet to write, int64, in ascending order.
+
+        Each as its place in the page lists, ``row * row_pages + number``.
+        """
+
     def checked_out(self, out: Any, size: int) -> Any:
         """``out`` as this device's array, if it has exactly ``size`` entries of int32 or int64."""
 
     def gather(self, rows: Int64, start: Int64, stop: Int64) -> Any:
-        """The slots of positions ``[start, stop)`` of each row, flat, as a new int32 array."""
+        """The slots of positions ``[start, stop)`` of each row, flat, as a new int32 array.
+
+        The current stream waits for it, whichever stream it was made on.
+        """
 
     def read_rows(self, rows: Int64) -> Int32:
         """A host copy of whole rows, for checks alone."""

@@ -14,6 +14,8 @@ from sgalloc.device.ready import DONE, Done
 from sgalloc.device.staging import HEADER_BYTES, SERIAL, Block, pinned
 from sgalloc.device.streams import Handle, current_stream, stream_pointer
 from sgalloc.errors import WrongState
+from sgalloc.inputs import Int64
+from sgalloc.ledger import NO_ROWS
 from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Plan, Segments, SideWrite
 
@@ -60,6 +62,7 @@ class CapturedUpdate:
             self._counters = cupy.zeros(3, cupy.uint32)
             runtime.deviceSynchronize()
         self._staged = 0
+        self._places = [NO_ROWS] * RING
 
     def launch(self, stream: Any = None) -> None:
         """Put the launch on ``stream`` (the current one if None), which is being captured.
@@ -98,7 +101,7 @@ class CapturedUpdate:
                 f"the plan needs {plan.num_new_pages} pages, but this update was made for "
                 f"{self._max_pages}: make one with a larger max_pages"
             )
-        waiting = (self._staged - int(self._applied[0])) % (1 << 32)
+        waiting = self._waiting()
         writes = plan.num_new_pages or (plan.side is not None and plan.side.gain)
         if writes and waiting >= RING:
             raise WrongState(
@@ -106,6 +109,15 @@ class CapturedUpdate:
                 "replay the graph, and let a replay finish, before the next stage()"
             )
         self._apply(plan, self)
+
+    def unwritten(self) -> list[Int64]:
+        """Places in the page lists that staged steps write and no replay has written, by step."""
+        staged = self._staged
+        return [self._places[(staged - n) % RING] for n in range(self._waiting(), 0, -1)]
+
+    def _waiting(self) -> int:
+        """Steps that wait for their replay, by the word that the kernel counts up."""
+        return (self._staged - int(self._applied[0])) % (1 << 32)
 
     def write(
         self,
@@ -123,8 +135,15 @@ class CapturedUpdate:
             )
         if pages is not None or side is not None:
             block = self._blocks[self._staged % RING]
+            self._places[self._staged % RING] = _places(pages, side)
             fill(block, pages, ids, None, 0, self._row_pages, 0, side, self._side)
             self._staged = (self._staged + 1) % (1 << 32)
             # Written last: it tells the kernel that the step is whole.
             block.words[SERIAL] = np.uint32(self._staged).view(np.int32)
         return DONE
+
+
+def _places(pages: Segments | None, side: SideWrite | None) -> Int64:
+    """Places in the page lists that a step writes, int64."""
+    main = NO_ROWS if pages is None else pages.where
+    return main if side is None else np.concatenate((main, side.places[side.places >= 0]))

@@ -12,7 +12,7 @@ from sgalloc.device.ready import DONE, Done
 from sgalloc.errors import WrongState
 from sgalloc.events import is_done
 from sgalloc.inputs import Int64
-from sgalloc.ledger import spread, touch
+from sgalloc.ledger import NO_ROWS, spread, touch
 from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Segments, SideWrite
 
@@ -24,6 +24,7 @@ class CpuDevice:
 
     staging = (0, 0, 0)
     rounds_from = 1 << 62
+    updates: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -143,6 +144,9 @@ class CpuDevice:
         """``after`` itself: a CPU has no events of its own kind."""
         return after
 
+    def rejoin(self, ready: Done) -> None:
+        """Nothing to wait for."""
+
     def capturing(self) -> bool:
         """Never: a CPU captures nothing."""
         return False
@@ -205,6 +209,10 @@ class CpuDevice:
             ValueError: always.
         """
         raise ValueError("captured() puts an update into a CUDA graph, and the CPU has none")
+
+    def unwritten(self) -> Int64:
+        """None: whatever is applied is written."""
+        return NO_ROWS
 
     def read_rows(self, rows: Int64) -> Int32:
         """A copy of whole rows."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from sgalloc.device.batched import Batched
 from sgalloc.device.captured import CapturedUpdate
-from sgalloc.device.exported import Exported, SideTables
+from sgalloc.device.exported import SideTables
 from sgalloc.device.kernels import THREADS, Geometry, kernel
 from sgalloc.device.layout import (
     SMALL_BYTES,
@@ -31,14 +33,13 @@ from sgalloc.device.staging import HEADER_BYTES, Ring, Slot, Spare
 from sgalloc.device.streams import Handle, Ready, current_device, event_pointer, new_stream
 from sgalloc.errors import WrongState
 from sgalloc.inputs import Int64
+from sgalloc.ledger import concatenate
 from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Segments, SideWrite
 
-_HOST_TO_DEVICE = 1
 # Measured on an H200: below this a kernel reads mapped memory sooner than a copy arrives.
 MAPPED_BYTES = 16384
 _SMALL_SLOTS, _SMALL_CAP = 16, 256
-_LARGE_SLOTS, _LARGE_CAP = 2, 8
 _SPARE_SLOTS = 8
 # Requests from which "auto" rounds on the device: never, since on an H200 the call then returns
 # later at every size, though from some thousand requests on the GPU has its table sooner.
@@ -55,7 +56,7 @@ class Out(NamedTuple):
     wide: bool
 
 
-class CudaDevice:
+class CudaDevice(Batched):
     """``req_to_token`` on a GPU, written by one launch a step, never read to decide."""
 
     def __init__(
@@ -112,6 +113,7 @@ class CudaDevice:
         self._large_bytes = 0
         self._scan: Scan | None = None
         self._last: Ready | None = None
+        self.updates: list[weakref.ref[CapturedUpdate]] = []
         self.launches = 0
         self.copies = 0
 
@@ -180,22 +182,6 @@ class CudaDevice:
                 self._grow_large(wanted)
             runtime.deviceSynchronize()
 
-    def _bytes_for(self, pages: int) -> int:
-        runs = 4 * (self.geometry.most_tiles(pages) + 1)
-        return HEADER_BYTES + 4 * pages + 32 * self._max_requests + runs + 64
-
-    def _grow_large(self, size: int) -> None:
-        old = self._large
-        self._large_bytes = 1 << (size - 1).bit_length()
-        self._large = Ring(self._make_large, _LARGE_SLOTS, _LARGE_CAP)
-        if old is not None:
-            # Work may still read the smaller slots, so they live as long as the ring does.
-            self._large.retired = old
-            self._large.grows, self._large.waits = old.grows + 1, old.waits
-
-    def _make_large(self, _first: bool) -> Slot:
-        return Slot(self._large_bytes, True, self.index)
-
     def _make_small(self, captured: bool) -> Slot:
         """A slot that the kernel reads in place, with a graph of its own if ``captured``."""
         slot = Slot(SMALL_BYTES, False, self.index)
@@ -231,22 +217,32 @@ class CudaDevice:
                 if after is not None:
                     self._order.wait(after)
                 return self._last or DONE
-            stream, capturing, quiet = self._order.enter(after)
+            # What `slots` asks for is read where it is asked, by a caller who gets no event.
+            asked_here = gather is not None and gather.growing is None
+            stream, capturing, quiet = self._order.enter(after, asked_here)
             if self._small is None:
                 if quiet:
+                    self._order.come_back()
                     raise WrongState("call alloc.warm() before a verb while a stream is captured")
                 self.warm()
             plain = gather is None and side is None and not quiet
             if plain and pages.total <= self._mapped_pages:  # type: ignore[union-attr]
                 return self._write_small(pages, ids, stream)  # type: ignore[arg-type]
-            slot = self._stage(pages, ids, gather, stream, quiet, side)
+            try:
+                slot = self._stage(pages, ids, gather, stream, quiet, side)
+            except WrongState:
+                self._order.come_back()
+                raise
             slot.hold(stream)
             # An event of a capture means nothing outside of it.
             if capturing:
-                return Ready(slot.event, self.index, True)
-            self._last = slot.ready
-            self._order.leave(stream, slot.event)
-            return slot.ready
+                ready = Ready(slot.event, self.index, True)
+            else:
+                ready = self._last = slot.ready
+                self._order.leave(stream, slot.event)
+            if asked_here:
+                self._order.rejoin(slot.event, capturing)
+            return ready
         finally:
             if before != self.index:
                 runtime.setDevice(before)
@@ -315,8 +311,7 @@ class CudaDevice:
             self._grow_large(size)
         slot = self._large.take()
         used = self._fill(slot, pages, ids, gather, uniform, self.row_pages, tile, side, self._side)
-        runtime.memcpyAsync(slot.target, slot.ptr, used, _HOST_TO_DEVICE, stream)
-        self.copies += 1
+        self._send(slot, 0, used, stream)
         self._launch_step(slot.target, total, work, stream)
         return slot
 
@@ -352,9 +347,16 @@ class CudaDevice:
         with cupy.cuda.Device(self.index):
             if self._small is None:
                 self.warm()
-            return CapturedUpdate(
+            update = CapturedUpdate(
                 self.index, self.geometry, self.row_pages, apply, max_pages, self._side
             )
+        self.updates.append(weakref.ref(update, self.updates.remove))
+        return update
+
+    def unwritten(self) -> Int64:
+        """Places of the pages that staged steps have yet to write. See `Device.unwritten`."""
+        live = [update for ref in self.updates if (update := ref()) is not None]
+        return np.sort(concatenate([p for update in live for p in update.unwritten()], np.int64))
 
     # -- gathers -----------------------------------------------------------------------------
 
@@ -393,142 +395,7 @@ class CudaDevice:
             raise ValueError(f"out lies on another GPU than {self.name}: allocate it there")
         return Out(pointer, kind == "<i8")
 
-    # -- large batches -------------------------------------------------------------------------
-
-    def write_watermarks(
-        self,
-        rows: Int64,
-        committed: Int64,
-        allocated: Int64,
-        reserve: Int64,
-        ids: Int32,
-        after: Any,
-    ) -> Ready | None:
-        """Round, count, pick and write in one launch, before the host has counted.
-
-        Args:
-            rows, committed, allocated: int64 ``(n,)``.
-            reserve: tokens past C, int64, one for all or ``(n,)``.
-            ids: the head of the free ids, int32; at least as many as the step can need.
-            after: a CUDA event that the write waits for, or None.
-
-        Returns:
-            As `write`; None where the staging memory is too small for it, or under capture.
-        """
-        n = rows.size
-        each = reserve.ndim > 0
-        size = HEADER_BYTES + 4 * (n * (4 if each else 3) + ids.size) + 64
-        with current_device(self.index):
-            if self._small is None:
-                self.warm()
-            if size > self._large_bytes:
-                return None
-            stream, _, quiet = self._order.enter(after)
-            if quiet:
-                return None
-            assert self._large is not None and self._scan is not None
-            slot = self._large.take()
-            places, cursor = [], HEADER_BYTES
-            columns: list[Any] = [rows, committed, allocated, *([reserve] if each else []), ids]
-            for column in columns:
-                places.append(cursor)
-                slot.ints[cursor // 4 : cursor // 4 + column.size] = column
-                cursor += 4 * column.size
-            base = slot.target
-            runtime.memcpyAsync(
-                base + HEADER_BYTES,
-                slot.ptr + HEADER_BYTES,
-                cursor - HEADER_BYTES,
-                _HOST_TO_DEVICE,
-                stream,
-            )
-            self.copies += 1
-            tile = self.geometry.tile_requests(n, -(-ids.size // n))
-            tiles = -(-n // tile)
-            words, ticket, taken, epoch = self._scan.begin(stream)
-            kernel("page_watermarks", self.index)(
-                (tiles,),
-                (THREADS,),
-                (
-                    *self.geometry.arguments,
-                    np.int32(self.geometry.tile),
-                    np.int32(tile),
-                    np.int32(n),
-                    base + places[0],
-                    base + places[1],
-                    base + places[2],
-                    base + places[3] if each else 0,
-                    np.int32(0 if each else int(reserve)),
-                    base + places[-1],
-                    words,
-                    ticket,
-                    np.uint32(taken),
-                    np.uint32(epoch),
-                ),
-                0,
-                Handle(stream),
-            )
-            self._scan.launched(tiles)
-            self.launches += 1
-            slot.hold(stream)
-            self._last = slot.ready
-            self._order.leave(stream, slot.event)
-            return slot.ready
-
-    # -- exports -----------------------------------------------------------------------------
-
-    def empty(self, *shape: int) -> Any:
-        """A new int32 CuPy array of zeros."""
-        with cupy.cuda.Device(self.index):
-            return cupy.zeros(shape, cupy.int32)
-
-    def export(self, rows: Int64, indptr: Int64, lengths: Int64, into: Exported) -> Ready | Done:
-        """Write the page ids of ``rows`` from the table into ``into``. See `Device.export`."""
-        n = rows.size
-        size = HEADER_BYTES + 4 * (3 * n + 1) + 64
-        with current_device(self.index):
-            if self._large is None:
-                self.warm()
-            stream, _, quiet = self._order.enter(None)
-            if quiet:
-                raise WrongState("update exports before the capture; their addresses stay")
-            if size > self._large_bytes:
-                self._grow_large(size)
-            assert self._large is not None
-            slot = self._large.take()
-            places, cursor = [], HEADER_BYTES
-            for column in (rows, indptr, lengths):
-                places.append(cursor)
-                slot.ints[cursor // 4 : cursor // 4 + column.size] = column
-                cursor += 4 * column.size
-            base = slot.target
-            runtime.memcpyAsync(base, slot.ptr, cursor, _HOST_TO_DEVICE, stream)
-            width = into.page_table.shape[1]
-            kernel("export_pages", self.index)(
-                (min(max(1, -(-max(n * width, n + 1) // THREADS)), 8 * self.geometry.sms),),
-                (THREADS,),
-                (
-                    self._table.data.ptr,
-                    np.int64(self._row_width),
-                    np.int32(self._page_size),
-                    np.int32(n),
-                    base + places[0],
-                    base + places[1],
-                    base + places[2],
-                    into.page_table.data.ptr,
-                    np.int32(width),
-                    into.indices.data.ptr,
-                    into.indptr.data.ptr,
-                    into.last_page_len.data.ptr,
-                ),
-                0,
-                Handle(stream),
-            )
-            self.copies += 1
-            self.launches += 1
-            slot.hold(stream)
-            self._order.leave(stream, slot.event)
-            return slot.ready
+    # -- events ------------------------------------------------------------------------------
 
     def waitable(self, after: Any) -> Any:
         """``after``, if it is a CUDA event, for which a stream can wait; None if it is not."""
@@ -544,6 +411,12 @@ class CudaDevice:
         if callable(getattr(after, "query", None)) or hasattr(after, "done"):
             return after
         return Ready(event_pointer(after), self.index)
+
+    def rejoin(self, ready: Ready | Done) -> None:
+        """Let a capture that a write was drawn into end. See `Device.rejoin`."""
+        if isinstance(ready, Ready) and ready.captured:
+            with current_device(self.index):
+                self._order.rejoin(ready.ptr, True)
 
     def capturing(self) -> bool:
         """Whether a capture is under way, in which no event may be polled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import lru_cache
 from typing import Any
@@ -17,6 +18,11 @@ LEAST_REQUESTS, TILE_REQUESTS = 32, 1024
 # A block writes about so many slots a tile: enough to keep its threads busy, few enough to
 # spread a middling step over many multiprocessors.
 _TILE_SLOTS = 4096
+
+# How page_watermarks is cut, measured on an H200 (profiling/gpu/LOG.md, entry 16).
+_MARKED_PAGES = 512
+_LEAST_PAGES = 256
+_TILES_EACH = 5
 
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$\n?', re.MULTILINE)
 
@@ -107,11 +113,18 @@ class Geometry:
         """Blocks for ``pages`` in tiles of ``tile`` and ``slots`` gathered; at least one."""
         return max(1, min(max(-(-pages // tile), -(-slots // THREADS)), 8 * self.sms))
 
+    @property
+    def marking_tile(self) -> int:
+        """Pages that a block of page_watermarks stages at once."""
+        return max(self.tile, _MARKED_PAGES)
+
     def tile_requests(self, requests: int, pages_each: int) -> int:
         """Requests of a tile of page_watermarks, which may need up to ``pages_each`` pages each.
 
-        As many slots a tile as a step of known pages has, and two tiles a multiprocessor, as far
-        as tiles of at least `LEAST_REQUESTS` go.
+        A power of two: five tiles a multiprocessor, of `_LEAST_PAGES` pages at least, since a
+        tile is ticketed, summed and listened for whatever its size.
         """
-        wanted = min(self.tile // max(1, pages_each), requests // (2 * self.sms))
-        return max(LEAST_REQUESTS, min(TILE_REQUESTS, wanted // LEAST_REQUESTS * LEAST_REQUESTS))
+        each = max(1, pages_each)
+        pages = max(_LEAST_PAGES, requests * each / (_TILES_EACH * self.sms))
+        wanted = 1 << max(0, round(math.log2(pages / each)))
+        return max(LEAST_REQUESTS, min(TILE_REQUESTS, wanted))

@@ -24,6 +24,11 @@ class StreamOrder:
         stream: None for the stream current at each call, ``"plan"`` for an own one, or a
             stream.
         reader: the stream that reads the table, where that is another one.
+
+    Attributes:
+        copies: the stream that copies go to, as CuPy's object: the allocator's own one where it
+            has that, else one for copies alone.
+        copying: its handle.
     """
 
     def __init__(self, device: int, stream: Any, reader: Any) -> None:
@@ -39,19 +44,23 @@ class StreamOrder:
             # The object is kept, since whoever made it may let go of it.
             self._own = stream
             self._fixed = stream_pointer(stream)
+        self.copies = self._own if isinstance(stream, str) else new_stream()
+        self.copying = int(self.copies.ptr)
         self._kept_reader = reader
         self._reader = None if reader is None else stream_pointer(reader)
         self._between = new_event()
         self._last_stream = -1
         self._last_event = 0
 
-    def enter(self, after: Any) -> tuple[int, bool, bool]:
+    def enter(self, after: Any, asked_here: bool = False) -> tuple[int, bool, bool]:
         """The stream of a step, which waits for whom it must.
 
         The device is current already.
 
         Args:
             after: the event behind the last reader, or None.
+            asked_here: the step writes nothing but what the current stream reads next, so it
+                is behind that one, too, where a reader was named.
 
         Returns:
             The stream, whether it is being captured, and whether some capture is under way, in
@@ -71,7 +80,7 @@ class StreamOrder:
         if current != stream or cupy != current:
             forking = bool(runtime.streamIsCapturing(current))
             quiet = capturing or forking
-            if after is None and self._reader is None:
+            if after is None and (self._reader is None or asked_here):
                 # What is captured cannot wait for what is not.
                 if forking or not capturing:
                     self._behind(stream, current)
@@ -86,23 +95,46 @@ class StreamOrder:
 
     def capturing(self) -> bool:
         """Whether a capture is under way on the stream that is current, or on the own one."""
-        cupy = int(get_current_stream().ptr)
-        torch = torch_stream(self._device)
-        streams = {cupy if torch is None else torch, self._fixed or 0}
-        return any(runtime.streamIsCapturing(stream) for stream in streams)
+        return any(runtime.streamIsCapturing(stream) for stream in set(self._streams()))
 
     def leave(self, stream: int, event: int) -> None:
         """Note that ``event`` was recorded behind a step on ``stream``."""
         self._last_stream = stream
         self._last_event = event
 
+    def rejoin(self, event: int, capturing: bool) -> None:
+        """Let the streams current now wait for a step that the caller has no event for.
+
+        Args:
+            event: recorded behind the step.
+            capturing: whether the step is part of a capture. What is captured cannot wait for
+                what is not, nor the other way round without being drawn into the capture.
+        """
+        current, stream = self._streams()
+        cupy = int(get_current_stream().ptr)
+        if current != stream and bool(runtime.streamIsCapturing(current)) == capturing:
+            runtime.streamWaitEvent(current, event)
+        if not (capturing or cupy in (current, stream) or runtime.streamIsCapturing(cupy)):
+            runtime.streamWaitEvent(cupy, event)
+
+    def come_back(self) -> None:
+        """Let a capture end that drew the stream of a step in, though there was no step."""
+        current, stream = self._streams()
+        if stream != current and all(map(runtime.streamIsCapturing, (current, stream))):
+            self._behind(current, stream)
+
     def wait(self, after: Any) -> None:
         """Let the stream that a step would take wait for ``after``."""
-        current = torch_stream(self._device)
-        if current is None:
-            current = int(get_current_stream().ptr)
-        stream = current if self._fixed is None else self._fixed
+        _, stream = self._streams()
         runtime.streamWaitEvent(stream, event_pointer(after))
+        # It may be an event of a capture.
+        self.come_back()
+
+    def _streams(self) -> tuple[int, int]:
+        """The current stream, and the one that a step would take."""
+        torch = torch_stream(self._device)
+        current = int(get_current_stream().ptr) if torch is None else torch
+        return current, current if self._fixed is None else self._fixed
 
     def _behind(self, stream: int, reader: int) -> None:
         if reader != stream:

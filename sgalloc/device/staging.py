@@ -66,6 +66,7 @@ class Slot(Block):
 
     Attributes:
         event: recorded behind the last use.
+        copied: recorded behind the last copy, where that went to a stream of its own.
         used: whether the event was ever recorded.
         stream: where the last use was.
         ready: the event, as callers see it.
@@ -78,6 +79,7 @@ class Slot(Block):
     __slots__ = (
         "_copy",
         "_keep",
+        "copied",
         "event",
         "graphs",
         "ready",
@@ -92,6 +94,7 @@ class Slot(Block):
         self._copy = cupy.empty(size, cupy.uint8) if copied else None
         self.target: int = self.ptr if self._copy is None else self._copy.data.ptr
         self.event = new_event()
+        self.copied = new_event() if copied else 0
         self.ready = Ready(self.event, device)
         self.used = False
         self.stream = -1
@@ -180,10 +183,21 @@ class Spare:
         Raises:
             WrongState: none is left, or the step needs more than ``size`` bytes.
         """
-        if not self._slots or self._slots[-1].size < size:
+        reason = None
+        if not self._slots:
+            reason = (
+                f"each call during a capture keeps a staging slot for good, and all "
+                f"{len(self._kept)} are taken"
+            )
+        elif self._slots[-1].size < size:
+            reason = (
+                f"a step of {size} bytes does not fit the staging slots of "
+                f"{self._slots[-1].size} bytes for calls during a capture"
+            )
+        if reason is not None:
             raise WrongState(
-                f"no staging slot of {size} bytes is left for a call on a capturing stream: "
-                "put alloc.captured(max_pages) into the graph instead, and stage() plans for it"
+                f"{reason}: put alloc.captured(max_pages) into the graph instead, "
+                "and stage() plans for it"
             )
         slot = self._slots.pop()
         self._kept.append(slot)

@@ -118,14 +118,18 @@ class Ready:
 
     Waits: ``ready.wait(stream)``, or by its handle (``ptr``, ``cuda_event``). It may come to
     stand for a later write of the same allocator, which only ever makes a wait longer.
+
+    Attributes:
+        ptr: the handle of the event.
+        captured: whether it belongs to a capture, and means nothing outside of it.
     """
 
-    __slots__ = ("_captured", "_device", "ptr")
+    __slots__ = ("_device", "captured", "ptr")
 
     def __init__(self, ptr: int, device: int, captured: bool = False) -> None:
         self.ptr = ptr
         self._device = device
-        self._captured = captured
+        self.captured = captured
 
     @property
     def cuda_event(self) -> int:
@@ -147,7 +151,7 @@ class Ready:
         A capturing stream can wait only for a write of the same capture, and takes no other.
         """
         pointer = current_stream(self._device) if stream is None else stream_pointer(stream)
-        if self._captured or not runtime.streamIsCapturing(pointer):
+        if self.captured or not runtime.streamIsCapturing(pointer):
             runtime.streamWaitEvent(pointer, self.ptr)
 
     def synchronize(self) -> None:

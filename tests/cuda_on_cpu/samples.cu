@@ -89,6 +89,15 @@ extern "C" __global__ void four_at(i32* out, i64 at) {
     *reinterpret_cast<int4*>(out + at) = make_int4(1, 2, 3, 4);
 }
 
+// In order with what was written before, which `load_word` and `store_word` are not.
+static __device__ u64 load_acquire(const u64* word) {
+    return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+
+static __device__ void store_release(u64* word, u64 value) {
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+
 extern "C" __global__ void wait_in_vain(const u64* word) {
     while (load_acquire(word) == 0) {}
 }

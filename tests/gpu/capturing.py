@@ -8,6 +8,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy.cuda import runtime
 from gpu.currents import CURRENTS, cuda_torch
 from gpu.naive import NaiveTables
 from gpu.twins import host
@@ -16,6 +17,8 @@ from host_support import open_handles
 import sgalloc
 
 PS = 4
+# What a refusal says of a step that is staged and not replayed.
+REMEDY = "replay the graph and let it finish"
 
 
 def make(ps: int = PS, rows: int = 8, pages: int = 4000, **how: Any) -> sgalloc.KVAllocator:
@@ -62,3 +65,30 @@ def captured_by_cupy(mode: int, replay: list[Callable[[], None]]) -> Iterator[in
             raise
         graph = stream.end_capture()
     replay.append(lambda: graph.launch(stream))
+
+
+class Graph:
+    """An update in a graph of CuPy's, replayed on a stream of its own."""
+
+    def __init__(self, alloc: sgalloc.KVAllocator, max_pages: int = 64) -> None:
+        self.alloc = alloc
+        self.update = alloc.captured(max_pages)
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        runtime.deviceSynchronize()
+        self.stream.begin_capture(runtime.streamCaptureModeGlobal)
+        self.update.launch(self.stream)
+        self._graph = self.stream.end_capture()
+
+    def launch(self) -> None:
+        """Replay, and go on at once."""
+        self._graph.launch(self.stream)
+
+    def replay(self, times: int = 1) -> None:
+        """Replay so often, and let it finish."""
+        for _ in range(times):
+            self.launch()
+        runtime.deviceSynchronize()
+
+    def extend(self, handles: Any, lengths: Any) -> None:
+        """Stage a growth up to ``lengths``."""
+        self.update.stage(self.alloc.plan(extend=(handles, lengths)))

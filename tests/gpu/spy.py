@@ -11,7 +11,7 @@ import cupy
 import pytest
 from cupy.cuda import compiler, runtime
 
-from sgalloc.device import cuda, kernels
+from sgalloc.device import batched, cuda, kernels
 
 WAITS = ("deviceSynchronize", "streamSynchronize", "eventSynchronize")
 POLLS = ("eventQuery", "streamQuery")
@@ -56,7 +56,8 @@ class Spy:
 
             return launch
 
-        monkeypatch.setattr(cuda, "kernel", kernel)
+        for module in (cuda, batched):
+            monkeypatch.setattr(module, "kernel", kernel)
 
     def _watch(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, label: str) -> None:
         real: Callable[..., Any] = getattr(owner, name)

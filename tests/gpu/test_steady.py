@@ -173,6 +173,9 @@ def test_nothing_to_do_launches_nothing(spy: Spy, torch: Any) -> None:
         lambda: alloc.reserve(world.batch, 0),
         lambda: alloc.reserve(world.inside, 3),
         lambda: alloc.reserve(world.inside, [0, 1, 2, 3]),
+        lambda: alloc.reserve(world.inside, 3, rounding="device"),
+        lambda: alloc.reserve(world.inside, [0, 1, 2, 3], rounding="device"),
+        lambda: alloc.reserve(world.batch, 0, rounding="device"),
         lambda: alloc.commit([], []),
         lambda: alloc.commit(world.batch, 0),
         lambda: alloc.trim([], 3),
@@ -190,6 +193,32 @@ def test_nothing_to_do_launches_nothing(spy: Spy, torch: Any) -> None:
             call()
         assert (budget.launches, budget.copies) == (0, 0)
     world.verify()
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["one reserve", "one each"])
+@pytest.mark.parametrize("growing", [None, 0, 63, 64, 65, 4999])
+def test_rounding_on_the_device_launches_where_a_request_grows(
+    growing: int | None, each: bool, spy: Spy, torch: Any
+) -> None:
+    """Wherever in the batch that stands: none at all is needed for a batch that has its pages."""
+    alloc = sgalloc.KVAllocator(20_000, 4, 5000, 64, device="cuda", prefix_cache=True)
+    alloc.warm(20_000)
+    batch = alloc.batch(alloc.open(5000))
+    alloc.extend(batch, 5)
+    if growing is not None:
+        alloc.extend(batch.handles[growing], 6)
+    tokens = np.full(5000, 3) if each else 3
+    with spending(alloc, spy, torch) as budget:
+        plan = alloc.reserve(batch, tokens, rounding="device")
+    needed = growing is not None
+    assert plan.num_new_pages == needed
+    assert (budget.launches, budget.copies) == (needed, needed)
+    with spending(alloc, spy, torch) as budget:
+        assert alloc.reserve(batch, tokens, rounding="device").num_new_pages == 0
+    assert (budget.launches, budget.copies) == (0, 0)
+    naive = NaiveTables(5000, 64, 4)
+    naive.write(alloc, batch.handles)
+    assert np.array_equal(host(alloc.req_to_token), naive.table)
 
 
 def test_a_decode_loop_stays_the_same(spy: Spy, torch: Any) -> None:
