@@ -63,16 +63,20 @@ def read_accepted(accepted: Any, n: int, single: bool) -> Accepted:
         )
     if not n:
         return Accepted(np.empty(0, np.int64), np.empty(0, np.int64))
-    bad = next((at for at, one in enumerate(accepted) if not _sized(one)), None)
-    if bad is not None:
-        raise TypeError(
-            f"accepted[{bad}] must be a sequence of row positions, got {shown(accepted[bad])}: "
-            "pass a list"
-        )
-    lens = np.fromiter(map(len, accepted), np.int64, n)
-    if all(type(one) is list or type(one) is tuple for one in accepted):
-        return Accepted(int64_array(list(chain.from_iterable(accepted)), "accepted"), lens)
-    parts = [int64_array(one, "accepted") for one in accepted]
+    if type(accepted) is np.ndarray and accepted.ndim == 2:
+        flat = int64_array(accepted.reshape(-1), "accepted")
+        return Accepted(flat, np.full(n, accepted.shape[1], np.int64))
+    if set(map(type, accepted)) <= {list, tuple}:
+        flat = int64_array(list(chain.from_iterable(accepted)), "accepted")
+        return Accepted(flat, np.fromiter(map(len, accepted), np.int64, n))
+    parts = []
+    for at, one in enumerate(accepted):
+        if not _sized(one):
+            raise TypeError(
+                f"accepted[{at}] must be a sequence of row positions, got {shown(one)}: pass a list"
+            )
+        parts.append(int64_array(one, "accepted"))
+    lens = np.fromiter(map(len, parts), np.int64, n)
     return Accepted(np.concatenate(parts), lens)
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from sgalloc.allocator import KVAllocator
 from sgalloc.device.lengths import LengthArrays, open_lengths
+from sgalloc.errors import AllocError
 from sgalloc.inputs import Int64, counts, shown, whole_number
 from sgalloc.plan import Plan
 from sgalloc.sizing import SpecConfig
@@ -93,7 +94,11 @@ class Lengths:
                 f"a step of {n} requests does not fit lengths for {self.max_requests}: "
                 "make them with a larger max_requests"
             )
-        self._arrays.take(n)
+        try:
+            self._arrays.take(n)
+        except AllocError as refusal:
+            alloc._count(refusal)
+            raise
 
     def _write(self, plan: Plan, after: Any) -> Any:
         """Write the lengths of an applied plan; the event behind which they can be read."""

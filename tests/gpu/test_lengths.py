@@ -303,6 +303,7 @@ def test_under_capture_lengths_are_refused_and_nothing_changes() -> None:
     with captured_by_cupy(runtime.streamCaptureModeGlobal, replay):
         with pytest.raises(sgalloc.WrongState, match="before the capture"):
             dflash.prepare_for_decode(alloc, h, BLOCK, lengths=lengths)
+        assert alloc.stats().refusals == {"WrongState": 1}
         assert alloc.decode_index(h).tolist() == [0, 0, 0]
         assert alloc.allocated(h).tolist() == [4, 4, 4]
     assert dflash.prepare_for_decode(alloc, h, BLOCK, lengths=lengths).needed == 24

@@ -158,10 +158,10 @@ def test_a_batch_keeps_its_columns_and_stays_right(name: str) -> None:
     batch = alloc.batch(h)
     for accepted in ([1, 4, 2], [3, 0, 4], [2, 2, 2]):
         prepare(alloc, batch, spec)
+        assert batch._version == alloc._ledger.version, "nothing has to be looked up again"
         seen = batch.holding(alloc._ledger)
         assert seen[1].tolist() == alloc.committed(h).tolist()
         assert seen[2].tolist() == alloc.allocated(h).tolist()
-        assert batch._version == alloc._ledger.version, "nothing has to be looked up again"
         alloc.commit(batch, accepted)
     alloc.trim(h, alloc.committed(h))
     assert (
