@@ -38,7 +38,8 @@ def assert_refused(
 
 def test_signatures() -> None:
     expected = {
-        "preallocate": "lengths, writers=1, prefix=None, deadline=None",
+        "preallocate": "lengths, writers=1, prefix=None, deadline=None, "
+        "window_tail=None, logical_only=False",
         "acknowledge": "handle, writer",
         "abort": "x, force=False, after=None",
         "reclaim": "now",
