@@ -61,7 +61,7 @@ class Receiving(Holdings):
         matches, deadlines = _matches(prefix, n), _deadlines(deadline, n)
         if not n:
             return NO_ROWS.copy()
-        return transfer.preallocate(self._core, wanted.copy(), number, matches, deadlines)
+        return transfer.preallocate(self._core, wanted, number, matches, deadlines)
 
     @counted
     def acknowledge(self, handle: Any, writer: Any) -> bool:

@@ -253,6 +253,12 @@ def test_what_is_admitted_is_what_can_be_preallocated() -> None:
     assert min(whole, stopped, evicted) >= 20, (whole, stopped, evicted)
 
 
+def test_one_that_is_wider_than_a_row_ends_the_count() -> None:
+    alloc = make(100, 16, row_width=170)
+    assert admit(alloc, [(160, 0), (161, 0), (1, 0)], 0, 0) == 1
+    assert admit(alloc, [(160, 0), (160, 0)], 0, 400) == 2, "the reserve is not the row's"
+
+
 def test_an_evicted_match_is_stale() -> None:
     alloc = make(8, 4, prefix_cache=True)
     cached(alloc, prompt(3, 4))
