@@ -173,7 +173,8 @@ class Ledger:
         if type(x) is Batch:
             return x.holding(self)
         rows = self.rows_of(x)
-        self.check_received(rows)
+        if self.receiving_rows:
+            self.check_received(rows)
         return rows, self.committed.take(rows), self.allocated.take(rows)
 
     def check_received(self, rows: Int64) -> None:
@@ -400,7 +401,8 @@ class Batch:
         """Rows, C and A, int64 ``(n,)`` each, to be read alone. Raises as `Ledger.holding`."""
         if self._version != ledger.version or self._ledger is not ledger:
             rows = self.rows_in(ledger)
-            ledger.check_received(rows)
+            if ledger.receiving_rows:
+                ledger.check_received(rows)
             self.moved(ledger.committed.take(rows), ledger.allocated.take(rows))
         return self.rows, self._committed, self._allocated
 

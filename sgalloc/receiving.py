@@ -75,7 +75,7 @@ class Receiving(Holdings):
             raise ValueError(f"{name}= is for an allocator with window= or sparse=")
         tail = None if window_tail is None else counts(window_tail, n, "window_tail")
         return transfer.preallocate(
-            self._core, wanted.copy(), number, matches, deadlines, tail, bool(logical_only)
+            self._core, wanted, number, matches, deadlines, tail, bool(logical_only)
         )
 
     @counted

@@ -44,6 +44,13 @@ def test_the_page_on_speculation_runs() -> None:
     assert names["running"].size < 8, "the pool was too small for all"  # type: ignore[attr-defined]
 
 
+def test_the_page_on_disaggregation_runs() -> None:
+    names = run_blocks(ROOT / "docs" / "disaggregation.md")
+    for side in ("prefill", "decode"):
+        names[side].check(device=True)  # type: ignore[attr-defined]
+    assert names["decode"].stats().rows.open == 0  # type: ignore[attr-defined]
+
+
 def test_every_file_that_the_pages_name_is_there() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         text = page.read_text(encoding="utf-8")

@@ -28,6 +28,7 @@ class World:
         inside: four requests at C = 9, A = 12.
         spare: two more such, for what goes away.
         sharing: a request whose prompt is cached already.
+        receiving: two requests that a remote writer fills.
         stream: the stream whose events the verbs that take ``after=`` wait for.
     """
 
@@ -51,6 +52,7 @@ class World:
         alloc.extend(self.spare, 2 * SIZE + 1)
         (self.sharing,) = alloc.open().tolist()
         alloc.extend(self.sharing, _PROMPT.size)
+        self.receiving = alloc.preallocate([9, 13], deadline=5)
         self.batch = alloc.batch(self.edge)
         self.match = alloc.prefix.match(_PROMPT)
         self.tables = alloc.page_tables(8, 16)
@@ -177,6 +179,13 @@ VERBS: dict[str, Verb] = {
     "open with a prefix": Verb(lambda w: w.alloc.open_with_prefix([w.match]), 1),
     "publish what is cached": Verb(lambda w: w.alloc.prefix.publish(w.sharing, _PROMPT), 1),
     "publish what is new": Verb(lambda w: w.alloc.prefix.publish(w.sharing, _PROMPT + 77)),
+    "preallocate": Verb(lambda w: w.alloc.preallocate([9, 9], writers=2), 1),
+    "preallocate with a prefix": Verb(lambda w: w.alloc.preallocate([30, 25], prefix=w.match), 2),
+    "acknowledge": Verb(lambda w: [w.alloc.acknowledge(h, 0) for h in w.receiving.tolist()]),
+    "abort": Verb(lambda w: w.alloc.abort([*w.receiving, *w.spare])),
+    "abort by force": Verb(lambda w: w.alloc.abort(w.receiving, force=True)),
+    "abort after": Verb(lambda w: w.alloc.abort([*w.receiving, *w.spare], after=w.event())),
+    "reclaim": Verb(lambda w: w.alloc.reclaim(5)),
     "match": Verb(lambda w: w.alloc.prefix.match(_PROMPT)),
     "clear the cache": Verb(lambda w: w.alloc.prefix.clear()),
     "plan": Verb(lambda w: w.alloc.plan((w.spare, 30), (w.edge, 1), (w.inside, 16))),

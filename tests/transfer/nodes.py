@@ -48,7 +48,7 @@ def content(ids: np.ndarray, writer: int) -> np.ndarray:
 class Node:
     """An allocator beside pools of K and V, with nothing in them yet."""
 
-    def __init__(self, num_pages: int, prefix_cache: bool) -> None:
+    def __init__(self, num_pages: int, prefix_cache: bool, run: int) -> None:
         import torch
 
         self.alloc = sgalloc.KVAllocator(
@@ -56,14 +56,15 @@ class Node:
         )
         shape = (num_pages + 1, PS, WIDTH)
         self.pools = [torch.full(shape, -1, dtype=torch.int64) for _ in range(WRITERS)]
-        self.scatter_free_pages()
+        self.scatter_free_pages(run)
 
-    def scatter_free_pages(self) -> None:
-        """Let free pages come in no order, as after hours of work."""
-        handles = self.alloc.open(9)
-        self.alloc.extend(handles, 4)
-        for round_ in (2, 1, 0):
-            self.alloc.release(handles[round_::3])
+    def scatter_free_pages(self, run: int) -> None:
+        """Let free pages come in runs of ``run``, as after hours of work."""
+        handles = self.alloc.open(4)
+        for length in range(run, 10 - run + 1, run):
+            self.alloc.extend(handles, length * PS)
+        for handle in handles[[2, 0, 3, 1]]:
+            self.alloc.release(handle)
 
     def fill(self, handle: int, ids: np.ndarray, start: int = 0) -> None:
         """What a forward does: write K and V of tokens from ``start`` on through the table."""
@@ -122,7 +123,7 @@ def receive(node: Node, writer: int) -> None:
 
 
 def prefill() -> dict[str, Any]:
-    node = Node(40, prefix_cache=False)
+    node = Node(40, prefix_cache=False, run=2)
     alloc = node.alloc
     handles = dict(zip(REQUESTS, alloc.open(len(REQUESTS)).tolist(), strict=True))
     for name, handle in handles.items():  # in two chunks
@@ -160,7 +161,7 @@ def prefill() -> dict[str, Any]:
 
 
 def decode() -> dict[str, Any]:
-    node = Node(48, prefix_cache=True)
+    node = Node(48, prefix_cache=True, run=3)
     alloc = node.alloc
     (seed,) = alloc.open()
     ids = prompt_of("whole")

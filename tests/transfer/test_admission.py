@@ -127,6 +127,48 @@ def test_budgets(active: int, reserved: int, retracted: Any, largest: int, left:
     assert decode_budget(alloc, active, reserved, np.array(retracted, int), largest) == left
 
 
+def tokens_left(active: int, reserved: int, retracted: Any, largest: int, free: int) -> int:
+    """The budget as SGLang 0.5.23 counts it: in tokens, pages or not."""
+    coming_back = sum(length + reserved for length in retracted)
+    return free - max(active * reserved, largest) - coming_back
+
+
+def test_the_budget_is_the_one_counted_in_tokens_where_no_page_is_cut() -> None:
+    random = np.random.default_rng(2)
+    below = 0
+    for _ in range(300):
+        ps, exact = int(random.integers(1, 20)), bool(random.integers(2))
+        unit = ps if exact else 1
+        alloc = make(500, ps)
+        active, reserved = int(random.integers(6)), unit * int(random.integers(4))
+        largest = unit * int(random.integers(20))
+        retracted = (unit * random.integers(0, 9, size=random.integers(3))).tolist()
+        ours = decode_budget(alloc, active, reserved, retracted, largest)
+        theirs = tokens_left(active, reserved, retracted, largest, 500 * ps) // ps
+        assert ours == theirs if exact else ours <= theirs
+        below += ours < theirs
+    assert below > 20
+
+
+def test_a_budget_in_tokens_leaves_running_requests_short_of_pages() -> None:
+    """Ten requests at a page edge need ten pages for one token each, not the one of ten tokens."""
+    for count in (tokens_left, None):
+        alloc = make(100, 16, max_requests=20)
+        running = alloc.open(10)
+        alloc.extend(running, 48)
+        if count is None:
+            budget = decode_budget(alloc, 10, 1)
+        else:
+            budget = count(10, 1, (), 0, 16 * alloc.available()) // 16
+        assert budget == (60 if count is None else 69)
+        alloc.preallocate([16 * 10] * (budget // 10) + [16 * (budget % 10)])
+        if count is None:
+            alloc.decode(running)
+            continue
+        with pytest.raises(sgalloc.OutOfPages):
+            alloc.decode(running)
+
+
 def test_the_budget_counts_what_could_be_evicted_and_nothing_that_is_held() -> None:
     alloc = make(20, PS := 4, prefix_cache=True)
     cached(alloc, prompt(4, PS))
@@ -209,6 +251,12 @@ def test_what_is_admitted_is_what_can_be_preallocated() -> None:
         evicted += alloc.stats().groups["full"].evicted > 0
         alloc.check()
     assert min(whole, stopped, evicted) >= 20, (whole, stopped, evicted)
+
+
+def test_one_that_is_wider_than_a_row_ends_the_count() -> None:
+    alloc = make(100, 16, row_width=170)
+    assert admit(alloc, [(160, 0), (161, 0), (1, 0)], 0, 0) == 1
+    assert admit(alloc, [(160, 0), (160, 0)], 0, 400) == 2, "the reserve is not the row's"
 
 
 def test_an_evicted_match_is_stale() -> None:

@@ -278,6 +278,21 @@ def test_a_preallocation_evicts_as_a_growth_does_and_never_its_own_prefix() -> N
     assert_drained(alloc)
 
 
+def test_a_prefix_that_is_locked_already_takes_nothing_away() -> None:
+    alloc = make(8, PS, row_width=64, prefix_cache=True)
+    cached(alloc, prompt(3, PS))
+    match = alloc.prefix.match(prompt(3, PS))
+    (holder,) = alloc.open_with_prefix(match)
+    cached(alloc, prompt(2, PS, seed=1))
+    h = alloc.preallocate([12 + 2 * PS, 12 + 3 * PS], prefix=match)
+    assert alloc.available(counting_cache=True) == 0 and pinned(alloc) == 5
+    assert_laws(alloc)
+    alloc.release(holder)
+    alloc.abort(h, force=True)
+    alloc.prefix.clear()
+    assert_drained(alloc)
+
+
 def test_an_evicted_match_is_stale() -> None:
     alloc = make(8, PS, prefix_cache=True)
     cached(alloc, prompt(3, PS))
@@ -285,6 +300,8 @@ def test_an_evicted_match_is_stale() -> None:
     alloc.prefix.clear()
     with unchanged(alloc), pytest.raises(sgalloc.StalePlan):
         alloc.preallocate([16, 16], prefix=[None, match])
+    with unchanged(alloc), pytest.raises(sgalloc.StalePlan):
+        alloc.preallocate([32, 32], prefix=[None, match])  # before anything is counted
 
 
 # -- all or nothing ------------------------------------------------------------------------------
@@ -375,6 +392,27 @@ def test_what_waits_behind_a_done_event_is_taken_in_first() -> None:
     event.over = False
     alloc.acknowledge(h, 0)
     assert alloc.committed(h).tolist() == [16]
+
+
+@pytest.mark.parametrize("call", ["the last acknowledgement", "reclaim", "abort"])
+def test_other_verbs_take_in_what_waits_as_well(call: str) -> None:
+    alloc = make(10, PS)
+    (waits,) = alloc.preallocate(8)
+    (h,) = alloc.preallocate(8, writers=2, deadline=4)
+    event = Query()
+    alloc.abort(waits, force=True, after=event)
+    event.over = True
+    alloc.acknowledge(h, 1)
+    alloc.acknowledge(h, 1)
+    alloc.reclaim(3)
+    assert alloc.stats().groups["full"].quarantined == 2, "these changed nothing"
+    {
+        "the last acknowledgement": lambda: alloc.acknowledge(h, 0),
+        "reclaim": lambda: alloc.reclaim(4),
+        "abort": lambda: alloc.abort(h),
+    }[call]()
+    assert alloc.stats().groups["full"].quarantined == 0
+    assert_laws(alloc)
 
 
 def test_a_caller_may_change_its_arrays_afterwards() -> None:
