@@ -331,7 +331,7 @@ def move_audit(pair: Pair, choose: Chooser) -> None:
         pair.match([*tokens, 0], namespace)
 
 
-__all__ = ["MOVES", "NAMESPACES", "Chooser", "any_config"]
+__all__ = ["MOVES", "NAMESPACES", "WINDOW_MOVES", "Chooser", "any_config"]
 
 MOVES: dict[Callable[[Pair, Chooser], None], int] = {
     move_open: 3,
@@ -348,8 +348,9 @@ MOVES: dict[Callable[[Pair, Chooser], None], int] = {
     move_apply_kept: 2,
     move_what_if: 3,
     move_read: 1,
-    move_evict: 3,
-    move_tail: 2,
     move_event: 2,
     move_audit: 1,
+    move_evict: 3,
+    move_tail: 2,
 }
+WINDOW_MOVES = (move_evict, move_tail)
