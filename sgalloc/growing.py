@@ -86,11 +86,11 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
         side.pool.give(returning, np.concatenate((owners, cached)))
     if side_ids.size:
         side.pool.take(side_ids, side.takers(part))
-    side.applied(part, side_ids)
+    changed = side.applied(part, side_ids)
     if growth is not None:
         pool.take(ids, growth.page_rows())
         ledger.grow(growth.rows, growth.where, ids, plan.extents)
-    elif side_ids.size or back.size:
+    elif changed:
         ledger.version += 1
 
 

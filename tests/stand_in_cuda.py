@@ -105,6 +105,23 @@ def _write(slots: int, width: int, per_row: int, size: int, places: Any, ids: An
     table[entries] = ids[:, None].astype(np.int64) * size + np.arange(size)
 
 
+def _write_side(step: int, words: Any, width: int, per_row: int, size: int) -> None:
+    slots, shown = (int(address) for address in words[18:22].view(np.int64))
+    count, places_at, ids_at, mains_at = words[22:26].tolist()
+    places = _view(step + places_at, count, np.int64)
+    ids, mains = (_view(step + at, count, np.int32) for at in (ids_at, mains_at))
+    entries = np.where(ids > 0, ids, 0)[:, None].astype(np.int64) * size
+    entries = np.where(ids[:, None] > 0, entries + np.arange(size), 0)
+    row, number = np.divmod(places, per_row)
+    for pointer, first, some in (
+        (slots, row * width + number * size, places >= 0),
+        (shown, mains.astype(np.int64) * size, mains > 0),
+    ):
+        if pointer and some.any():
+            where = first[some][:, None] + np.arange(size)
+            _view(pointer, where.max() + 1, np.int32)[where] = entries[some]
+
+
 def _assign(
     fixed: bool,
     slots: int,
@@ -135,6 +152,8 @@ def _assign(
     else:
         places = _view(step + places_at, pages, np.int64)
     _write(slots, int(width), int(per_row), int(size), places, ids)
+    if words[22] and not fixed:
+        _write_side(step, words, int(width), int(per_row), int(size))
     if not total:
         return
     row, start, offset, fresh, new_at = (_view(step + at, requests, np.int32) for at in gathered)

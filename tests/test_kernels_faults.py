@@ -23,6 +23,7 @@ from cuda_on_cpu.emulator import (
 )
 from cuda_on_cpu.faults import FAULTS, RACES, Fault
 from cuda_on_cpu.launches import Replays, Scan, assign, assign_mapped, export, watermarks
+from cuda_on_cpu.sides import Side, SidePage, some_pages, some_side
 from cuda_on_cpu.tables import Growth, Table, expect_growth, some_requests
 
 FAR_ROW = 5_000_001
@@ -144,11 +145,50 @@ def mapped_battery(emulator: Emulator) -> None:
         assign_mapped(emulator, Table(2, 525, 1), full, rng, **how)
 
 
+def side_battery(emulator: Emulator) -> None:
+    rng = np.random.default_rng(8)
+    for size, lead in ((4, 0), (3, 0), (1, 0), (16, 4), (12, 0)):
+        table = Table(4, 9 * size, size, lead=lead)
+        last = (2**31 - 1) // size - 1
+        side = Side(table, 6, lead=lead)
+        pages = [
+            SidePage(0, 0, last, 6),
+            SidePage(3, 8, 5, 1),
+            SidePage(2, 3, 0, 2),
+            SidePage(None, 0, 7, 3),
+            SidePage(1, 4, 8, 0),
+            SidePage(None, 0, 0, 4),
+        ]
+        growths = [Growth(1, 2, 3, size, size)]
+        assign(emulator, table, [], rng, side=(side, pages), grid=1, threads=32)
+        assign(emulator, table, growths, rng, side=(side, pages[::-1]), grid=2, threads=32, tile=2)
+        assign(emulator, table, growths, rng, side=(side, pages), small=True, grid=2, threads=32)
+        for shown, mapped in ((True, False), (False, True)):
+            side = Side(table, 6, shown=shown, mapped=mapped, lead=lead)
+            assign(emulator, table, [], rng, side=(side, pages), grid=1, threads=32)
+        table = Table(2, 40 * size, size)
+        side = Side(table, 90)
+        replays = Replays(table, ring=2, stride=4096)
+        for turn in range(3):
+            beside = some_pages(rng, side)
+            growths = [Growth(turn % 2, turn, 2)]
+            expect_growth(table, growths, replays.stage(growths, rng, side=(side, beside)))
+            side.expect(beside)
+            replays.replay(emulator, grid=3, threads=32, tile=1, seed=turn)
+            replays.check(turn + 1)
+            side.check()
+    for size in (3, 4):
+        table = Table(3, 1008, size, first_row=FAR_ROW)
+        side = some_side(rng, table)
+        assign(emulator, table, [], rng, side=(side, [SidePage(2, 5, 9, 3)]), grid=1, threads=32)
+
+
 BATTERIES: dict[str, tuple[str, Battery]] = {
     "assign": ("assign_pages.cu", assign_battery),
     "mapped": ("assign_pages.cu", mapped_battery),
     "replay": ("assign_pages.cu", replay_battery),
     "staging": ("assign_pages.cu", staging_battery),
+    "side": ("assign_pages.cu", side_battery),
     "scan": ("page_watermarks.cu", scan_battery),
     "export": ("export_pages.cu", export_battery),
 }
@@ -164,6 +204,12 @@ def racing_battery(emulator: Emulator) -> None:
         told = {"runs": runs, "tile": 3}
         assign(emulator, Table(5, 168, 8), growths, rng, **told, tiled=runs, **how)
         assign(emulator, Table(5, 168, 8), growths, rng, **told, **how)
+    for size in (8, 3):
+        table = Table(5, 21 * size, size)
+        side = Side(table, 100)
+        told = {"side": (side, some_pages(rng, side)), "tile": 3}
+        how = {"grid": 3, "resident": 3, "threads": 32, "seed": 2}
+        assign(emulator, table, [Growth(0, 1, 18, 3, 12), Growth(1, 3, 6)], rng, **told, **how)
     how = {"tile": 7, "captured": False, "resident": 3, "threads": 32, "seed": 2}
     assign_mapped(emulator, Table(2, 168, 8), [Growth(0, 1, 18), Growth(1, 0, 6)], rng, **how)
     rows, committed, allocated, reserves = some_requests(rng, 3500, 8, 8, 24)

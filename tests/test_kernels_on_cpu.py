@@ -445,6 +445,6 @@ def test_the_host_asks_for_tiles_that_the_scan_takes(sms: int) -> None:
 def test_the_host_and_the_kernel_agree_on_the_fixed_places() -> None:
     layout = Path(sgalloc.__file__).parent / "device" / "layout.py"
     host = re.findall(r"^SMALL_\w+ = (\d+)$", layout.read_text(encoding="utf-8"), re.MULTILINE)
-    assert host == [str(FIXED_PAGES)] * 2
+    assert host == [str(FIXED_PAGES)] * 3
     kernel = (CUDA / "assign_pages.cu").read_text(encoding="utf-8")
     assert f"constexpr i32 kFixedPages = {FIXED_PAGES};" in kernel

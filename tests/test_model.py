@@ -169,7 +169,7 @@ for _move in (*MOVES, move_illegal):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=800,
+    max_examples=500,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

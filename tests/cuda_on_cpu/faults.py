@@ -321,6 +321,81 @@ FAULTS: dict[str, Fault] = {
     "an indptr without its end": Fault(
         "export", "export_pages.cu", "r <= requests", "r < requests"
     ),
+    "side: a page 0 that has slots": Fault(
+        "side",
+        "side_pages.cuh",
+        "id ? static_cast<i32>(id * size + offset) : 0",
+        "static_cast<i32>(id * size + offset)",
+    ),
+    "side: cleared entries that count on": Fault(
+        "side", "side_pages.cuh", "i32 step = id ? 1 : 0;", "i32 step = 1;"
+    ),
+    "side: a place that is none": Fault("side", "side_pages.cuh", "place >= 0 ?", "place >= -1 ?"),
+    "side: a place 0 that is no place": Fault(
+        "side", "side_pages.cuh", "place >= 0 ?", "place > 0 ?"
+    ),
+    "side: the padding page mapped": Fault(
+        "side", "side_pages.cuh", "side.map && main ?", "side.map ?"
+    ),
+    "side: a map that nobody keeps": Fault(
+        "side", "side_pages.cuh", "side.map && main ?", "main ?"
+    ),
+    "side: a table that nobody keeps": Fault(
+        "side", "side_pages.cuh", "side.slots && place >= 0 ?", "place >= 0 ?"
+    ),
+    "side: mapped where it is shown alone": Fault(
+        "side",
+        "side_pages.cuh",
+        "side.map && main ? side",
+        "side.map && main && place >= 0 ? side",
+    ),
+    "side: 32-bit entries": Fault(
+        "side",
+        "side_pages.cuh",
+        "side.slots + entry_of(t, place) + offset",
+        "side.slots + static_cast<u32>(entry_of(t, place)) + offset",
+    ),
+    "side: the map by the page of the second group": Fault(
+        "side", "side_pages.cuh", "side.map + main * size", "side.map + id * size"
+    ),
+    "side: entries left out": Fault("side", "side_pages.cuh", "at += stride", "at += stride + 1"),
+    "side: 16-byte stores of any table": Fault(
+        "side", "side_pages.cuh", "bool quads = t.quad_shift > -2", "bool quads = true"
+    ),
+    "side: a quarter of each page": Fault("side", "side_pages.cuh", "* (quads ? 4 : 1)", "* 1"),
+    "side: stores past the page": Fault(
+        "side", "side_pages.cuh", "quads ? size / 4 : size;", "size;"
+    ),
+    "side: slots that repeat": Fault(
+        "side", "side_pages.cuh", "slot + 2 * step, slot + 3 * step", "slot + 2 * step, slot + 2"
+    ),
+    "side: a map without quads": Fault(
+        "side", "side_pages.cuh", "if (mapped) *reinterpret_cast<int4*>(mapped) = four;", ""
+    ),
+    "side: a map without single slots": Fault(
+        "side", "side_pages.cuh", "if (mapped) *mapped = slot;", ""
+    ),
+    "side: a page past the last": Fault(
+        "side", "side_pages.cuh", "side.pages * parts", "(side.pages + 1) * parts"
+    ),
+    "side: left out": Fault(
+        "side",
+        "assign_pages.cu",
+        "    gather_step(t, step, page_ids);\n    side_step(t, step);",
+        "    gather_step(t, step, page_ids);",
+    ),
+    "side: ids for pages of the main group": Fault(
+        "side", "assign_pages.cu", "step->side_mains_at", "step->side_ids_at"
+    ),
+    "side: left out of steps without pages": Fault(
+        "side", "assign_pages.cu", "if (!step->side_pages) return;", "if (!step->pages) return;"
+    ),
+    "side: the tables of each other": Fault(
+        "side",
+        "assign_pages.cu",
+        "reinterpret_cast<i32*>(step->side_map)",
+        "reinterpret_cast<i32*>(step->side_slots)",
+    ),
     "blocks that are never counted anew": Fault(
         "replay", "assign_pages.cu", "counters[1] = 0;", ""
     ),
@@ -357,6 +432,12 @@ FAULTS: dict[str, Fault] = {
 RACES: dict[str, Fault] = {
     "tiles that several blocks write": Fault(
         "race", "assign_pages.cu", "begin += gridDim.x * tile", "begin += tile"
+    ),
+    "side: pages that several blocks write": Fault(
+        "race",
+        "side_pages.cuh",
+        "static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; at < total",
+        "threadIdx.x; at < total",
     ),
     "words stored as plain memory": Fault(
         "race", "common.cuh", "__atomic_store_n(word, value, __ATOMIC_RELEASE)", "*word = value"

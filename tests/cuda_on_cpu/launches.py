@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from cuda_on_cpu.emulator import Buffer, Emulator, Stats
+from cuda_on_cpu.sides import Side, SidePage
 from cuda_on_cpu.steps import FIXED_PAGES, SERIAL_AT, mapped_step_of, small_step_of, step_of
 from cuda_on_cpu.tables import (
     Growth,
@@ -34,19 +35,21 @@ def assign(
     wide: bool = False,
     idle: bool = False,
     small: bool = False,
+    side: tuple[Side, Sequence[SidePage]] | None = None,
     **how: Any,
 ) -> Stats:
     """Launch assign_pages for `growths`, and hold the table and `out` against the row law.
 
     Where `tiled`, runs come with the first one of each tile. Where `small`, the step has the
-    fixed places of one in mapped memory.
+    fixed places of one in mapped memory. `side`: a second group, and pages of it to be written.
     """
     own_old_pages(table, growths, rng)
     ids = fresh_ids(rng, sum(g.new for g in growths), table.page_size)
     if small:
-        step, out = small_step_of(table, growths, ids, wide=wide)
+        step, out = small_step_of(table, growths, ids, wide=wide, side=side)
     else:
         how_told: dict[str, Any] = {"wide": wide, "idle": idle, "tile": tile if tiled else 0}
+        how_told["side"] = side
         step, out = step_of(table, growths, ids, runs=runs, **how_told, rng=rng)
     slots = expect_growth(table, growths, ids)
     stats = emulator.launch(
@@ -54,6 +57,9 @@ def assign(
     )
     table.check()
     np.testing.assert_array_equal(out.data, slots)
+    if side is not None:
+        side[0].expect(side[1])
+        side[0].check()
     return stats
 
 
@@ -255,12 +261,22 @@ class Replays:
         self.applied = Buffer(np.array([before], np.uint32), writable=True)
         self.staged = before
 
-    def stage(self, growths: Sequence[Growth], rng: Rng, *, runs: bool = False) -> Int32:
+    def stage(
+        self,
+        growths: Sequence[Growth],
+        rng: Rng,
+        *,
+        runs: bool = False,
+        side: tuple[Side, Sequence[SidePage]] | None = None,
+    ) -> Int32:
         """Leave a step to the next replay; its page ids."""
         ids = fresh_ids(rng, sum(g.new for g in growths), self.table.page_size)
         at = self.staged % self.ring * self.stride
         self.staged += 1
-        step, _ = step_of(self.table, growths, ids, runs=runs, serial=self.staged % 2**32, rng=rng)
+        told: dict[str, Any] = {"runs": runs, "serial": self.staged % 2**32, "side": side}
+        step, _ = step_of(self.table, growths, ids, **told, rng=rng)
+        if side is not None:
+            self.steps.links |= {at + offset: to for offset, to in side[0].links.items()}
         assert step.data.size <= self.stride
         self.steps.data[at : at + step.data.size] = step.data
         return ids

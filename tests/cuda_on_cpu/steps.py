@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from cuda_on_cpu.emulator import Buffer
+from cuda_on_cpu.sides import Side, SidePage
 from cuda_on_cpu.tables import Growth, Int32, Rng, Table, distinct
 from numpy.typing import NDArray
 
@@ -15,9 +16,10 @@ NEVER = 2**31 - 1  # `first_new` of a request that this launch gives no page
 STEP = struct.Struct("<6iQ8iIi14i")
 SERIAL_AT = 64
 assert STEP.size == 128
-# A step in mapped memory: so many pages, and so many requests of the gather, at fixed places.
+# A step in mapped memory: so many pages, so many requests of the gather, and so many pages of a
+# second group, at fixed places.
 FIXED_PAGES = 1024
-FIXED_BYTES = STEP.size + (8 + 4 + 4 * 4) * FIXED_PAGES
+FIXED_BYTES = STEP.size + (8 + 4 + 4 * 4 + 16) * FIXED_PAGES
 
 
 class Told(NamedTuple):
@@ -86,6 +88,7 @@ def step_of(
     idle: bool = False,
     serial: int = 0,
     tile: int = 0,
+    side: tuple[Side, Sequence[SidePage]] | None = None,
     rng: Rng,
 ) -> tuple[Buffer, Buffer]:
     """The step that tells the kernel of `growths`, and the array for the slots asked for.
@@ -97,6 +100,8 @@ def step_of(
     told = tell(table, growths, ids, runs, wide, idle)
     tiled = bool(tile and told.head[1])
     arrays = [*told.arrays, *([told.tile_runs(tile)] if tiled else [])]
+    beside = side[0].arrays(side[1]) if side is not None else []
+    arrays += beside
     offsets, holes, end = [], [], STEP.size
     for array in arrays:
         size = array.dtype.itemsize
@@ -107,16 +112,26 @@ def step_of(
     data = np.zeros(end, np.uint8)
     for start, array in zip(offsets, arrays, strict=True):
         data[start : start + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
-    head = STEP.pack(*told.head, 0, *offsets[:8], serial, offsets[8] if tiled else 0, *[0] * 14)
+    tail = _side_words(beside, offsets[-3:])
+    head = STEP.pack(*told.head, 0, *offsets[:8], serial, offsets[8] if tiled else 0, *tail)
     data[: STEP.size] = np.frombuffer(head, np.uint8)
     out = out_of(told, wide)
-    return Buffer(data, holes=holes, links={24: out}), out
+    links = {24: out} if side is None else {24: out, **side[0].links}
+    return Buffer(data, holes=holes, links=links), out
+
+
+def _side_words(arrays: Sequence[NDArray[Any]], offsets: Sequence[int]) -> list[int]:
+    """The words of the header behind the tile runs; the addresses are links."""
+    if not arrays:
+        return [0] * 14
+    return [0, 0, 0, 0, arrays[0].size, *offsets, *[0] * 6]
 
 
 # Where in a small slot the places, the ids, and the arrays of the gather are.
 _PLACES_AT = STEP.size
 _IDS_AT = _PLACES_AT + 8 * FIXED_PAGES
 _GATHER_AT = [_IDS_AT + 4 * FIXED_PAGES * n for n in range(1, 5)]
+_SIDE_AT = [_GATHER_AT[-1] + 4 * FIXED_PAGES * n for n in (1, 3, 4)]
 
 
 def mapped_step_of(table: Table, growths: Sequence[Growth], ids: Int32, read: int) -> Buffer:
@@ -139,7 +154,12 @@ def mapped_step_of(table: Table, growths: Sequence[Growth], ids: Int32, read: in
 
 
 def small_step_of(
-    table: Table, growths: Sequence[Growth], ids: Int32, *, wide: bool
+    table: Table,
+    growths: Sequence[Growth],
+    ids: Int32,
+    *,
+    wide: bool,
+    side: tuple[Side, Sequence[SidePage]] | None = None,
 ) -> tuple[Buffer, Buffer]:
     """A step at fixed places, with a gather of as many slots of each request."""
     told = tell(table, growths, ids, runs=False, wide=wide, idle=False)
@@ -147,14 +167,16 @@ def small_step_of(
     assert not offset.size, "a small step gathers as many slots of each request"
     data = np.zeros(FIXED_BYTES, np.uint8)
     offsets = [_PLACES_AT, _IDS_AT, 0, *_GATHER_AT[:2], 0, *_GATHER_AT[2:]]
-    arrays = (places, ids, row, start, first_new, new_at)
-    starts = [_PLACES_AT, _IDS_AT, *_GATHER_AT, FIXED_BYTES]
+    beside = side[0].arrays(side[1]) if side is not None else [np.empty(0, np.int32)] * 3
+    arrays = (places, ids, row, start, first_new, new_at, *beside)
+    starts = [_PLACES_AT, _IDS_AT, *_GATHER_AT, *_SIDE_AT, FIXED_BYTES]
     holes = []
     for array, begin, end in zip(arrays, starts, starts[1:], strict=False):
         data[begin : begin + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
         if begin + array.nbytes < end:
             holes.append((begin + array.nbytes, end))
-    head = STEP.pack(*told.head, 0, *offsets, 0, 0, *[0] * 14)
+    head = STEP.pack(*told.head, 0, *offsets, 0, 0, *_side_words(beside, _SIDE_AT))
     data[: STEP.size] = np.frombuffer(head, np.uint8)
     out = out_of(told, wide)
-    return Buffer(data, holes=holes, links={24: out}), out
+    links = {24: out} if side is None else {24: out, **side[0].links}
+    return Buffer(data, holes=holes, links=links), out

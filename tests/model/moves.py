@@ -2,91 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
-from model.pair import Config, Event, Flag, Future, Kept, Pair, Waits
+from model.choices import NAMESPACES, Chooser, amounts, any_config, event, shape, text
+from model.pair import Kept, Pair
+from model.window_moves import move_evict, move_tail
 
 import sgalloc
-
-NAMESPACES = (None, 7, "7", b"7")
-
-
-class Chooser:
-    """Choices from whole numbers: a seeded generator in a walk, Hypothesis in the machine."""
-
-    def __init__(self, number: Callable[[int, int], int]) -> None:
-        self.number = number
-
-    def pick(self, things: Sequence[Any]) -> Any:
-        return things[self.number(0, len(things) - 1)]
-
-    def flag(self, one_in: int) -> bool:
-        return self.number(1, one_in) == one_in
-
-    def some(self, things: Sequence[Any], most: int = 4) -> list[Any]:
-        left = list(things)
-        count = 0 if not left or self.flag(12) else self.number(1, min(most, len(left)))
-        return [left.pop(self.number(0, len(left) - 1)) for _ in range(count)]
-
-
-def any_config(choose: Chooser) -> Config:
-    """Small pools, so that nearly every call meets pressure."""
-    page_size = choose.pick((1, 2, 3, 16, 64))
-    width = choose.number(2, 8) * page_size + choose.number(0, page_size - 1)
-    return Config(
-        num_pages=choose.number(3, 14),
-        page_size=page_size,
-        max_requests=choose.number(1, 6),
-        row_width=width,
-        prefix_cache=choose.number(0, 3) > 0,
-    )
-
-
-def text(pair: Pair, choose: Chooser) -> list[int]:
-    """A prompt as long as a row, of few kinds of pages, so that prompts often begin alike."""
-    size = pair.config.page_size
-    pages = pair.config.row_width // size + 1
-    code = choose.number(0, 4**pages - 1)
-    kinds = ([0] * size, [0] * size, [1] * size, [0] * (size - 1) + [1])
-    return [token for n in range(pages) for token in kinds[code // 4**n % 4]]
-
-
-def shape(pair: Pair, choose: Chooser) -> Callable[[list[int]], Any]:
-    kind = choose.number(0, 4)
-
-    def shaped(handles: list[int]) -> Any:
-        if kind == 1 and len(handles) == 1:
-            return handles[0]
-        if kind == 2:
-            return np.array(handles, dtype=np.int64)
-        if kind == 3:
-            return pair.real.batch(handles)
-        return tuple(handles) if kind == 4 else list(handles)
-
-    return shaped
-
-
-def amounts(choose: Chooser) -> Callable[[list[int]], Any]:
-    kind = choose.number(0, 3)
-
-    def shaped(numbers: list[int]) -> Any:
-        if kind == 1 and len(set(numbers)) == 1:
-            return numbers[0]
-        if kind > 1:
-            return np.array(numbers, dtype=np.int32 if kind == 2 else np.int64)
-        return list(numbers)
-
-    return shaped
-
-
-def event(pair: Pair, choose: Chooser) -> Waits | None:
-    if not choose.flag(3):
-        return None
-    if not pair.events or choose.flag(2):
-        pair.events.append(choose.pick((Event, Event, Flag, Future))())
-    return choose.pick(pair.events[-4:])
 
 
 def part(pair: Pair, choose: Chooser, verb: str, handles: list[int]) -> tuple[list[int], list[int]]:
@@ -130,7 +53,8 @@ def move_grow(pair: Pair, choose: Chooser) -> None:
         if mine or choose.flag(4):
             parts[verb] = part(pair, choose, verb, mine)
     shaping, counting = shape(pair, choose), amounts(choose)
-    pair.grow(parts, shaping, counting, by_plan=True, with_out=choose.flag(2))
+    evict = pair.config.window is not None and choose.flag(2)
+    pair.grow(parts, shaping, counting, by_plan=True, with_out=choose.flag(2), evict=evict)
 
 
 def move_verb(pair: Pair, choose: Chooser) -> None:
@@ -271,10 +195,11 @@ def move_publish(pair: Pair, choose: Chooser) -> None:
 def move_keep_plan(pair: Pair, choose: Chooser) -> None:
     verb = choose.pick(("extend", "decode", "reserve"))
     handles, numbers = part(pair, choose, verb, choose.some(list(pair.handles)))
+    evict = {"evict": True} if pair.config.window is not None and choose.flag(2) else {}
     made = pair.both(
-        f"plan {verb} {handles} {numbers}",
-        lambda: pair.real.plan(**{verb: (handles, numbers)}),
-        lambda: pair.ref.plan(**{verb: (pair.names(handles), numbers)}),
+        f"plan {verb} {handles} {numbers} {evict}",
+        lambda: pair.real.plan(**{verb: (handles, numbers)}, evict_window=bool(evict)),
+        lambda: pair.ref.plan(**{verb: (pair.names(handles), numbers)}, **evict),
     )
     if made is not None:
         pair.plans.append(Kept(*made))
@@ -406,6 +331,8 @@ def move_audit(pair: Pair, choose: Chooser) -> None:
         pair.match([*tokens, 0], namespace)
 
 
+__all__ = ["MOVES", "NAMESPACES", "WINDOW_MOVES", "Chooser", "any_config"]
+
 MOVES: dict[Callable[[Pair, Chooser], None], int] = {
     move_open: 3,
     move_verb: 8,
@@ -423,4 +350,7 @@ MOVES: dict[Callable[[Pair, Chooser], None], int] = {
     move_read: 1,
     move_event: 2,
     move_audit: 1,
+    move_evict: 3,
+    move_tail: 2,
 }
+WINDOW_MOVES = (move_evict, move_tail)

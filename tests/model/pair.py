@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 from model.reference import Match, Plan, Reference, Refused
+from model.window_pair import compare_window
+from model.windowed import WindowReference
 
 import sgalloc
 
@@ -26,6 +28,7 @@ REFUSALS: dict[str, tuple[type[Exception], ...]] = {
     "plan": (sgalloc.StalePlan,),
     "rows or plan": (sgalloc.OutOfRows, sgalloc.StalePlan),
     "edge": (sgalloc.AllocError,),
+    "state": (sgalloc.WrongState,),
     "value": (ValueError,),
 }
 
@@ -58,12 +61,24 @@ class Future(Waits):
 
 
 @dataclass(frozen=True)
+class WindowConfig:
+    tokens: int
+    pages: int
+    slot_map: bool = True
+    evict_every: int = 1
+
+
+@dataclass(frozen=True)
 class Config:
     num_pages: int
     page_size: int
     max_requests: int
     row_width: int
     prefix_cache: bool
+    window: WindowConfig | None = None
+
+    def pages_of(self, group: str) -> int:
+        return self.num_pages if self.window is None or group == "full" else self.window.pages
 
 
 @dataclass
@@ -83,6 +98,7 @@ class Pair:
     texts: dict[int, tuple[Any, list[int]]] = field(default_factory=dict)
     gone: list[int] = field(default_factory=list)
     page_of: dict[int, int] = field(default_factory=dict)
+    side_of: dict[int, int] = field(default_factory=dict)
     row_of: dict[int, int] = field(default_factory=dict)
     events: list[Waits] = field(default_factory=list)
     matches: list[tuple[Any, Match, list[int]]] = field(default_factory=list)
@@ -93,9 +109,21 @@ class Pair:
     trace: int = 0  # a checksum of every handle and every table entry that was ever seen
 
     def __post_init__(self) -> None:
-        numbers = vars(self.config)
-        self.real: Any = sgalloc.KVAllocator(**numbers, device="cpu")
-        self.ref = Reference(**numbers)
+        numbers = dict(vars(self.config))
+        window = numbers.pop("window")
+        self.ref: Any
+        if window is None:
+            self.real: Any = sgalloc.KVAllocator(**numbers, device="cpu")
+            self.ref = Reference(**numbers)
+        else:
+            named = sgalloc.SlidingWindow(
+                window.tokens, window.pages, window.slot_map, window.evict_every
+            )
+            self.real = sgalloc.KVAllocator(**numbers, window=named, device="cpu")
+            self.ref = WindowReference(
+                window.tokens, window.pages, window.slot_map, window.evict_every, **numbers
+            )
+        self.groups = ["full"] if window is None else ["full", "window"]
         self.table = self.real.req_to_token
 
     # Telling a difference
@@ -113,10 +141,17 @@ class Pair:
         stats = self.real.stats()
         handles = list(self.handles)
         extents = self.real.allocated(handles).tolist()
+        window: tuple[Any, ...] = ()
+        if self.config.window is not None:
+            window = (
+                self.real.frontier(handles).tolist(),
+                self.real.window_table.tobytes(),
+                self.real.full_to_window.tobytes() if self.config.window.slot_map else b"",
+            )
         return (
-            self.real.available("full"),
-            self.real.available("full", counting_cache=True),
-            (stats.groups["full"], stats.rows, stats.committed, stats.allocated, stats.staging),
+            window,
+            [self.real.available(g, counting_cache=c) for g in self.groups for c in (False, True)],
+            (dict(stats.groups), stats.rows, stats.committed, stats.allocated, stats.staging),
             self.real.committed(handles).tolist(),
             self.real.decode_index(handles).tolist(),
             [self.pages(h, 0, a) for h, a in zip(handles, extents, strict=True)],
@@ -163,7 +198,9 @@ class Pair:
             self.fail(f"{label}: {error!r} where the reference says {refusal}")
         numbers = dict(refusal.numbers)
         if refusal.kind == "pages":
-            self.same("OutOfPages.group", error.group, "full")  # type: ignore[attr-defined]
+            self.same("OutOfPages.group", error.group, refusal.group)  # type: ignore[attr-defined]
+            if refusal.group not in str(error):
+                self.fail(f"{error!r} does not name the group {refusal.group}")
         if refusal.kind == "edge" and not isinstance(error, ValueError):
             self.fail(f"{label}: {error!r} is not a ValueError")
         if refusal.kind == "narrow":
@@ -195,15 +232,17 @@ class Pair:
             self.row_of.pop(row, None)
         self.ref.freed_pages.clear()
         self.ref.freed_rows.clear()
-        for counting in (False, True):
-            self.same(
-                f"available(counting_cache={counting})",
-                self.real.available("full", counting_cache=counting),
-                self.ref.available(counting),
-            )
+        for group in self.groups:
+            for counting in (False, True):
+                self.same(
+                    f"available({group}, counting_cache={counting})",
+                    self.real.available(group, counting_cache=counting),
+                    self.ref.available_in(group, counting),
+                )
         stats = self.real.stats()
-        for name, number in self.ref.counts().items():
-            self.same(f"stats.{name}", getattr(stats.groups["full"], name), number)
+        for group, counts in self.ref.group_counts().items():
+            for name, number in counts.items():
+                self.same(f"stats.{group}.{name}", getattr(stats.groups[group], name), number)
         for name, number in self.ref.row_counts().items():
             self.same(f"stats.rows.{name}", getattr(stats.rows, name), number)
         handles = list(self.handles)
@@ -236,9 +275,12 @@ class Pair:
         self.same("rows that are out", len(self.row_of), out)
         if self.table[0].any():
             self.fail("the padding row was written")
+        if self.config.window is not None:
+            compare_window(self, handles, requests, rows)
 
     def same_name(self, what: str, names: dict[int, int], mine: int, theirs: int) -> None:
-        limit = self.config.num_pages if what == "page" else self.config.max_requests
+        group = "window" if what == "window page" else "full"
+        limit = self.config.max_requests if what == "row" else self.config.pages_of(group)
         if not 1 <= theirs <= limit:
             self.fail(f"{what} {theirs} does not exist")
         if mine not in names and theirs in names.values():
@@ -283,12 +325,16 @@ class Pair:
         amounts: Callable[[list[int]], Any] = list,
         by_plan: bool = False,
         with_out: bool = False,
+        evict: bool = False,
     ) -> bool:
         """Plans, asks, does, and holds the answer against what happened."""
         mine = {verb: (self.names(x), n) for verb, (x, n) in parts.items()}
         theirs = {verb: (shape(x), amounts(n)) for verb, (x, n) in parts.items()}
+        evicting: dict[str, Any] = {"evict": True} if evict else {}
         planned = self.both(
-            f"plan {parts}", lambda: self.real.plan(**theirs), lambda: self.ref.plan(**mine)
+            f"plan {parts} {evicting}",
+            lambda: self.real.plan(**theirs, evict_window=evict),
+            lambda: self.ref.plan(**mine, **evicting),
         )
         fits = False
         if planned is not None:
@@ -296,7 +342,8 @@ class Pair:
         elif len(parts) > 1:
             return False
         settled = not self.ref.ripe()
-        room = self.real.available("full", counting_cache=True)
+        rooms = {g: self.real.available(g, counting_cache=True) for g in self.groups}
+        room = rooms["full"]
         order = [(verb, *one) for verb, (x, n) in parts.items() for one in zip(x, n, strict=True)]
         spans = []
         if planned is not None:
@@ -326,11 +373,12 @@ class Pair:
         if did is None:
             return False
         assert planned is not None
-        need = planned[1].need
-        self.same("need of the applied plan", dict(did[0].need), {"full": need})
+        need, gain = self.ref.needs(planned[1]), self.ref.gains(planned[1])
+        self.same("need of the applied plan", dict(did[0].need), need)
         if settled:
-            fall = room - self.real.available("full", counting_cache=True)
-            self.same("fall of available", fall, need)
+            for group in self.groups:
+                fall = rooms[group] - self.real.available(group, counting_cache=True)
+                self.same(f"fall of available({group})", fall, need[group] - gain[group])
         self.compare()
         if out is not None:
             slots = [self.slots(self.pages(h, 0, self.extent(h)))[a:b] for h, a, b in spans]
@@ -341,9 +389,10 @@ class Pair:
         return self.ref.allocated(self.handles[handle])
 
     def same_plan(self, real: Any, ref: Plan, fresh: bool = True) -> bool:
-        self.same("plan.need", dict(real.need), {"full": ref.need})
-        self.same("plan.gain", {k: v for k, v in dict(real.gain).items() if v}, {})
-        self.same("plan.num_new_pages", real.num_new_pages, ref.need)
+        need = self.ref.needs(ref)
+        self.same("plan.need", dict(real.need), need)
+        self.same("plan.gain", dict(real.gain), self.ref.gains(ref))
+        self.same("plan.num_new_pages", real.num_new_pages, sum(need.values()))
         self.same("plan.cur", real.cur.tolist(), [growth.cur for growth in ref.growths])
         self.same("plan.nxt", real.nxt.tolist(), [growth.nxt for growth in ref.growths])
         fits = self.ref.fits(plan=ref)
@@ -383,11 +432,12 @@ class Pair:
             event.over = True
         self.settle()
         self.release_all()
-        self.same(
-            "pages that came back",
-            self.real.available("full", counting_cache=True),
-            self.config.num_pages,
-        )
+        for group in self.groups:
+            self.same(
+                f"pages of {group} that came back",
+                self.real.available(group, counting_cache=True),
+                self.config.pages_of(group),
+            )
         count = self.config.max_requests
         did = self.both(
             f"open {count}", lambda: self.real.open(count), lambda: self.ref.open(count)

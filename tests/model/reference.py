@@ -20,9 +20,10 @@ def is_done(event: Any) -> bool:
 class Refused(Exception):
     """The call is refused: `kind` says why, `numbers` what the error must carry."""
 
-    def __init__(self, kind: str, **numbers: int) -> None:
-        super().__init__(f"{kind} {numbers}")
+    def __init__(self, kind: str, group: str = "full", **numbers: int) -> None:
+        super().__init__(f"{kind} {group} {numbers}")
         self.kind = kind
+        self.group = group
         self.numbers = numbers
 
 
@@ -39,6 +40,7 @@ class Node:
     locks: int = 0
     unsettled: int = 0
     evicted: bool = False
+    side: int = 0
 
 
 @dataclass(eq=False)
@@ -49,6 +51,8 @@ class Request:
     steps: int = 0
     pages: list[int] = field(default_factory=list)
     shared: list[Node] = field(default_factory=list)
+    window: dict[int, int] = field(default_factory=dict)
+    frontier: int = 0
 
 
 @dataclass(eq=False)
@@ -60,6 +64,7 @@ class Waiting:
     rows: list[int]
     unlock: list[Node]
     settle: list[Node]
+    sides: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -69,6 +74,9 @@ class Growth:
     nxt: int
     committed: int
     step: int
+    frontier: int = 0
+    fresh: list[int] = field(default_factory=list)
+    leaving: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -115,6 +123,7 @@ class Reference:
         # What became free since the reader last emptied these lists.
         self.freed_pages: list[int] = []
         self.freed_rows: list[int] = []
+        self.freed_sides: list[int] = []
 
     # Questions
 
@@ -156,6 +165,18 @@ class Reference:
 
     def available(self, counting_cache: bool = False) -> int:
         return len(self.free) + (self.evictable() if counting_cache else 0)
+
+    def available_in(self, group: str, counting_cache: bool) -> int:
+        return self.available(counting_cache)
+
+    def group_counts(self) -> dict[str, dict[str, int]]:
+        return {"full": self.counts()}
+
+    def needs(self, plan: Plan) -> dict[str, int]:
+        return {"full": plan.need}
+
+    def gains(self, plan: Plan) -> dict[str, int]:
+        return {"full": 0}
 
     def ripe(self) -> bool:
         """Whether something waits behind an event that is already done."""

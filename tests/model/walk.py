@@ -5,7 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from model.moves import MOVES, Chooser, any_config, move_event, move_open, move_open_with_prefix
+from model.moves import (
+    MOVES,
+    WINDOW_MOVES,
+    Chooser,
+    any_config,
+    move_event,
+    move_open,
+    move_open_with_prefix,
+)
 from model.pair import Config, Pair
 
 
@@ -21,7 +29,9 @@ def walk(
     """
     choose = Chooser(random.Random(seed).randint)
     pair = Pair(any_config(choose) if config is None else config)
-    moves = [move for move, weight in MOVES.items() for _ in range(weight)] + list(more)
+    left_out = () if pair.config.window is not None else WINDOW_MOVES
+    moves = [move for move, n in MOVES.items() for _ in range(n) if move not in left_out]
+    moves += more
     for _ in range(steps):
         move = choose.pick(moves)
         if not pair.handles and not choose.flag(4):
