@@ -88,7 +88,7 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
     if growth is not None:
         pool.take(ids, growth.page_rows())
         ledger.grow(growth.rows, growth.where, ids, plan.extents)
-    elif side_ids.size or back.size:
+    elif write is not None:
         ledger.version += 1
 
 

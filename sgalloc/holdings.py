@@ -16,6 +16,7 @@ from sgalloc.contiguity import Runs, page_runs
 from sgalloc.core import Core
 from sgalloc.errors import AllocError, StalePlan
 from sgalloc.exports import PageTables
+from sgalloc.groups.sparse import DevicePages
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64, counts, int64_array, whole_number
 from sgalloc.ledger import Batch, Ledger
@@ -54,7 +55,7 @@ class Holdings:
 
     def __repr__(self) -> str:
         return (
-            f"KVAllocator({self.num_pages} pages of {self.page_size}, {self.available()} free, "
+            f"KVAllocator({self._core.pool.num_pages} pages of {self.page_size}, {self._core.pool.free} free, "
             f"{self._ledger.open_rows} of {self.max_requests} rows open, {self._core.device.name})"
         )
 
@@ -102,6 +103,17 @@ class Holdings:
             raise ValueError(
                 "this allocator keeps no map: make it with window=SlidingWindow(..., slot_map=True)"
             )
+        return self._core.device.side_map
+
+    @property
+    def logical_to_device(self) -> Any:
+        """From slots of the logical group to those of the device, int32, 0 where none is
+        resident; ``((logical_pages + 1) * page_size,)``.
+
+        Raises:
+            ValueError: this allocator was made without ``sparse=``.
+        """
+        self._device_pages()
         return self._core.device.side_map
 
     @property
@@ -155,10 +167,7 @@ class Holdings:
         Raises:
             ValueError: off a page edge, or outside the extent.
         """
-        rows = self._ledger.rows_of(handle)
-        if rows.size != 1:
-            raise ValueError(f"pages() takes one handle, got {rows.size}: call it for each")
-        row, size = int(rows[0]), self.page_size
+        row, size = self._one_row(handle, "pages"), self.page_size
         held = int(self._ledger.allocated[row])
         last = int(self._ledger.committed[row]) if stop is None else whole_number(stop, "stop")
         first = whole_number(start, "start")
@@ -170,6 +179,30 @@ class Holdings:
                 "ask for tokens within it"
             )
         return self._ledger.pages[row, first // size : -(-last // size)].copy()
+
+    @counted
+    def device_pages(self, handle: Any) -> Int32:
+        """The device page of each logical page of one request, 0 where none is mapped, int32
+        ``(A // page_size,)``, from the ledger: what `logical_to_device` says.
+        """
+        group = self._device_pages()
+        return group.mapped_pages(self._one_row(handle, "device_pages"))
+
+    @counted
+    def buffer_pages(self, handle: Any) -> Int32:
+        """Device page ids of one request's buffer, int32: a full one is not mapped, and is for
+        the engine's own swaps; one that is not full yet is mapped; a dense request has none.
+        """
+        group = self._device_pages()
+        return group.buffer_of(self._one_row(handle, "buffer_pages"))
+
+    @counted
+    def scratch_pages(self, handle: Any) -> Int32:
+        """Device page ids for the drafts of one request, int32, never mapped; none before it was
+        made sparse.
+        """
+        group = self._device_pages()
+        return group.scratch_of(self._one_row(handle, "scratch_pages"))
 
     @counted
     def slots(self, x: Any, start: Any, stop: Any, out: Any = None) -> Any:
@@ -343,6 +376,9 @@ class Holdings:
         laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine, core.side)
         if window is not None:
             laws.check_window(core.ledger, window, core.tree)
+        sparse = core.side if isinstance(core.side, DevicePages) else None
+        if sparse is not None:
+            laws.check_sparse(core.ledger, sparse)
         laws.check_row_ids(core.ledger, core.quarantine)
         if device:
             laws.check_table(core.ledger, core.device)
@@ -350,11 +386,24 @@ class Holdings:
                 laws.check_window_table(
                     core.ledger, window, core.tree, core.quarantine, core.device
                 )
+            if sparse is not None:
+                laws.check_sparse_map(core.ledger, sparse, core.quarantine, core.device)
 
     def _window(self) -> Window:
         if not isinstance(self._core.side, Window):
             raise ValueError("this allocator has no window group: make it with window=")
         return self._core.side
+
+    def _device_pages(self) -> DevicePages:
+        if not isinstance(self._core.side, DevicePages):
+            raise ValueError("this allocator has no device group: make it with sparse=")
+        return self._core.side
+
+    def _one_row(self, handle: Any, name: str) -> int:
+        rows = self._ledger.rows_of(handle)
+        if rows.size != 1:
+            raise ValueError(f"{name}() takes one handle, got {rows.size}: call it for each")
+        return int(rows[0])
 
     def _check_plan(self, plan: Any) -> None:
         if not isinstance(plan, Plan):

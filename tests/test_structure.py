@@ -36,6 +36,7 @@ FLOORS = {
     "sgalloc.core": 3,
     "sgalloc.growing": 3,
     "sgalloc.returning": 3,
+    "sgalloc.thinning": 3,
     "sgalloc.laws": 3,
     "sgalloc.exports": 3,
     "sgalloc.holdings": 3,
