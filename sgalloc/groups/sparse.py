@@ -346,8 +346,9 @@ class DevicePages:
             self.pages_flat.take(newest),
         )
         fresh = ids.size - thin.scratchless.size * self.scratch
-        self.scratch_pages[thin.scratchless] = ids[fresh:].reshape(-1, self.scratch)
-        self.has_scratch[thin.scratchless] = True
+        if thin.scratchless.size:
+            self.scratch_pages[thin.scratchless] = ids[fresh:].reshape(-1, self.scratch)
+            self.has_scratch[thin.scratchless] = True
         self.count[rows] = thin.target
         self.first[rows] = thin.shown.new_first
         self.stop[rows] = thin.shown.new_stop
