@@ -76,7 +76,7 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
         # Cached pages that are handed out again at once get their entries in the map anyway.
         gone = leaving[ids.size :] if ids.size < leaving.size else NO_PAGES
         write = joined(write, clearing(gone)) if gone.size else write
-    plan.ready = device.write(growth, ids, gather, after, write)
+    plan.ready = device.write(growth, ids if total else None, gather, after, write)
     if victims:
         core.evict(victims, leaving)
     if returning.size:
