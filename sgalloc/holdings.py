@@ -373,12 +373,12 @@ class Holdings:
             laws.check_locks(core.tree, core.prefix.holds, core.quarantine)
             laws.check_shared(core.ledger, core.tree, core.prefix.holds)
         window = core.side if isinstance(core.side, Window) else None
-        laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine, core.side)
-        if window is not None:
-            laws.check_window(core.ledger, window, core.tree)
         sparse = core.side if isinstance(core.side, DevicePages) else None
         if sparse is not None:
             laws.check_sparse(core.ledger, sparse)
+        laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine, core.side)
+        if window is not None:
+            laws.check_window(core.ledger, window, core.tree)
         laws.check_row_ids(core.ledger, core.quarantine)
         if device:
             laws.check_table(core.ledger, core.device)

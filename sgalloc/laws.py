@@ -298,8 +298,8 @@ def check_sparse(ledger: Ledger, group: DevicePages) -> None:
         ((held < 0) | (held > pages), "device pages lie below A"),
         (sparse & (held > group.buffer + 1), "a sparse row has a buffer and one page at most"),
         ((first < 0) | (first > stop), "0 <= first <= end of what is mapped"),
-        (~long & (stop > held), "what is mapped is held"),
         (~sparse & ((first != 0) | (stop != held)), "a dense row's device pages are all mapped"),
+        (~long & (stop > held), "what is mapped is held"),
         # commit and trim leave the map behind; the next growing verb moves it on.
         (long & (stop > np.minimum(covered, first + 1)), "one page is mapped, of committed tokens"),
         (
