@@ -78,7 +78,7 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
         # Cached pages that are handed out again at once get their entries in the map anyway.
         gone = leaving[ids.size :] if ids.size < leaving.size else NO_PAGES
         write = joined(write, clearing(gone)) if gone.size else write
-    plan.ready = device.write(growth, ids, gather, after, write)
+    plan.ready = device.write(growth, ids if total else None, gather, after, write)
     if victims:
         core.evict(victims, leaving)
     if returning.size:
@@ -86,11 +86,11 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
         side.pool.give(returning, np.concatenate((owners, cached)))
     if side_ids.size:
         side.pool.take(side_ids, side.takers(part))
-    changed = side.applied(part, side_ids)
+    side.applied(part, side_ids)
     if growth is not None:
         pool.take(ids, growth.page_rows())
         ledger.grow(growth.rows, growth.where, ids, plan.extents)
-    elif changed:
+    elif write is not None:
         ledger.version += 1
 
 

@@ -101,13 +101,6 @@ class CapturedUpdate:
                 f"the plan needs {plan.num_new_pages} pages, but this update was made for "
                 f"{self._max_pages}: make one with a larger max_pages"
             )
-        waiting = self._waiting()
-        writes = plan.num_new_pages or (plan.side is not None and plan.side.gain)
-        if writes and waiting >= RING:
-            raise WrongState(
-                f"{waiting} staged steps wait for their replay, the most there can be: "
-                "replay the graph, and let a replay finish, before the next stage()"
-            )
         self._apply(plan, self)
 
     def unwritten(self) -> list[Int64]:
@@ -134,6 +127,12 @@ class CapturedUpdate:
                 f"update was made for {self._max_beside}: make one with a larger max_pages"
             )
         if pages is not None or side is not None:
+            waiting = self._waiting()
+            if waiting >= RING:
+                raise WrongState(
+                    f"{waiting} staged steps wait for their replay, the most there can be: "
+                    "replay the graph, and let a replay finish, before the next stage()"
+                )
             block = self._blocks[self._staged % RING]
             self._places[self._staged % RING] = _places(pages, side)
             fill(block, pages, ids, None, 0, self._row_pages, 0, side, self._side)
