@@ -91,6 +91,7 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
         pool.take(ids, growth.page_rows())
         ledger.grow(growth.rows, growth.where, ids, plan.extents)
     elif write is not None:
+        # A frontier may have moved over shared pages alone: that ages plans, too.
         ledger.version += 1
 
 

@@ -397,12 +397,13 @@ class Holdings:
         laws.check_pins(core.ledger, core.pins)
         if device:
             late = laws.check_table(core.ledger, core.device)
+            waiting = np.concatenate((core.quarantine.page_ids(), core.pins.page_ids()))
             if window is not None:
                 window_laws.check_window_table(
-                    core.ledger, window, core.tree, core.quarantine, core.device, late
+                    core.ledger, window, core.tree, waiting, core.device, late
                 )
             if sparse is not None and not late.size:
-                sparse_laws.check_sparse_map(core.ledger, sparse, core.quarantine, core.device)
+                sparse_laws.check_sparse_map(core.ledger, sparse, waiting, core.device)
             return late
         return np.empty(0, np.int32)
 

@@ -71,11 +71,6 @@ class Pin:
     nodes: list[Node] = field(default_factory=list)
     event: Any = None
 
-    @property
-    def written(self) -> bool:
-        """Whether every writer has acknowledged."""
-        return len(self.acked) == self.writers
-
     def due(self, now: float) -> bool:
         """Whether its deadline has passed."""
         return self.deadline is not None and now >= self.deadline

@@ -10,7 +10,7 @@ from sgalloc.errors import LawViolation
 from sgalloc.groups.sparse import DevicePages
 from sgalloc.laws import compare_entries
 from sgalloc.ledger import Ledger
-from sgalloc.quarantine import Quarantine
+from sgalloc.pages import Int32
 
 if TYPE_CHECKING:
     from sgalloc.device import Device
@@ -49,12 +49,10 @@ def check_sparse(ledger: Ledger, group: DevicePages) -> None:
             )
 
 
-def check_sparse_map(
-    ledger: Ledger, group: DevicePages, quarantine: Quarantine, device: Device
-) -> None:
+def check_sparse_map(ledger: Ledger, group: DevicePages, waiting: Int32, device: Device) -> None:
     """The map, as the device has it: 0 but for what the ledger says is resident.
 
-    Logical pages in quarantine keep their place until their event is done.
+    Pages in ``waiting``, of closed rows, keep their place until they come back.
 
     Raises:
         LawViolation: naming the entry and both values.
@@ -66,6 +64,5 @@ def check_sparse_map(
         beside[ledger.page_list(row)] = group.mapped_pages(row)
     offsets = np.arange(size, dtype=np.int32)
     expected = np.where(beside[:, None] != 0, beside[:, None] * size + offsets, 0)
-    waiting = quarantine.page_ids()
     expected[waiting] = found.reshape(-1, size)[waiting]
     compare_entries("logical_to_device[", found, expected.reshape(-1))

@@ -84,7 +84,7 @@ def preallocate(
         cached = core.side_evictable - beside
         if side_need > side.pool.free + cached:
             raise OutOfPages(side.pool.group, side_need, side.pool.free, cached)
-    if nodes or any(match is not None for match in prefix):
+    if any(match is not None for match in prefix):
         assert core.tree is not None and core.prefix is not None
         none = Match(core.tree, None, 0, NO_PAGES, None)
         handles = core.prefix.open_with([none if match is None else match for match in prefix])
@@ -109,12 +109,15 @@ def acknowledge(core: Core, handle: int, writer: int) -> bool:
     pin = core.pins.by_handle.get(handle)
     if pin is None or not 0 <= writer < pin.writers or writer in pin.acked:
         return False
-    pin.acked.add(writer)
-    if not pin.written:
+    if len(pin.acked) + 1 < pin.writers:
+        pin.acked.add(writer)
         return True
+    # What polls events, which may raise, comes before any change.
     core.settle()
+    event = core.quarantine.pending(pin.event)
+    pin.acked.add(writer)
     if pin.aborted:
-        _take_back(core, pin)
+        _take_back(core, pin, event)
     else:
         del core.pins.by_handle[handle]
         core.pool.unpin(pin.pages, pin.row)
@@ -144,11 +147,10 @@ def abort(core: Core, x: Any, force: bool, after: Any) -> None:
     gone = [pins[h] for h in named if h in pins and pins[h].aborted] if force else []
     if not live and not gone:
         return
-    release(core, np.array(live, np.int64), [], after, force)
-    for pin in gone:
-        if event is not None:
-            pin.event = event if pin.event is None else _Both(pin.event, event)
-        _take_back(core, pin)
+    events = [_joined(core.quarantine.pending(pin.event), event) for pin in gone]
+    release(core, np.array(live, np.int64), [], event, force)
+    for pin, waits_for in zip(gone, events, strict=True):
+        _take_back(core, pin, waits_for)
 
 
 def release(
@@ -162,8 +164,8 @@ def release(
     receiving = ledger.receiving.take(rows)
     aborted = rows[receiving].tolist()
     keep = [one for one in prepared if one.row not in set(aborted)]
-    returning.release(core, rows[~receiving], keep, after)
     event = core.quarantine.pending(after)
+    returning.release(core, rows[~receiving], keep, event)
     _abort(core, [core.pins.by_handle[int(ledger.handle[row])] for row in aborted], force, event)
 
 
@@ -172,9 +174,10 @@ def reclaim(core: Core, now: int | float) -> Int64:
     due = [pin for pin in core.pins.by_handle.values() if pin.due(now)]
     if due:
         core.settle()
+        events = [core.quarantine.pending(pin.event) for pin in due]
         _abort(core, [pin for pin in due if not pin.aborted], False, None)
-        for pin in due:
-            _take_back(core, pin)
+        for pin, event in zip(due, events, strict=True):
+            _take_back(core, pin, event)
     return np.array([pin.handle for pin in due], np.int64)
 
 
@@ -281,13 +284,19 @@ def _abort(core: Core, pins: list[Pin], force: bool, event: Any) -> None:
     core.ledger.close(rows, waiting=True)
     if force:
         for pin in pins:
-            _take_back(core, pin)
+            _take_back(core, pin, event)
 
 
-def _take_back(core: Core, pin: Pin) -> None:
-    """Free the pages, the row and the locks of an aborted request, or let them wait."""
+def _joined(first: Any, second: Any) -> Any:
+    """An event that is done once both are; either may be None."""
+    if first is None or second is None:
+        return second if first is None else first
+    return _Both(first, second)
+
+
+def _take_back(core: Core, pin: Pin, event: Any) -> None:
+    """Free pages, row and locks of an aborted request, or let them wait behind ``event``."""
     row = np.array([pin.row], np.int64)
-    event = core.quarantine.pending(pin.event)
     side = core.side
     unmapped = pin.pages if side is not None and side.mapped else NO_PAGES
     core.quarantine.unmap(unmapped, event)

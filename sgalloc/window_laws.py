@@ -12,7 +12,6 @@ from sgalloc.laws import compare_entries
 from sgalloc.ledger import Ledger
 from sgalloc.pages import Int32
 from sgalloc.prefix import RadixTree
-from sgalloc.quarantine import Quarantine
 
 if TYPE_CHECKING:
     from sgalloc.device import Device
@@ -61,13 +60,13 @@ def check_window_table(
     ledger: Ledger,
     window: Window,
     tree: RadixTree | None,
-    quarantine: Quarantine,
+    waiting: Int32,
     device: Device,
     late: Int32,
 ) -> None:
     """The window's table, 0 below each frontier, and the map, as the device has them.
 
-    Pages in quarantine keep their place in the map until their event is done. Rows in ``late``,
+    Pages in ``waiting``, of closed rows, keep their place in the map until they come back. Rows in ``late``,
     which staged steps have yet to write, are left out, and with them the map.
 
     Raises:
@@ -101,6 +100,5 @@ def check_window_table(
         if node.sides is not None:
             beside[node.pages] = node.sides
     expected = np.where(beside[:, None] != 0, beside[:, None] * size + offsets, 0)
-    waiting = quarantine.page_ids()
     expected[waiting] = found.reshape(-1, size)[waiting]
     compare_entries("full_to_window[", found, expected.reshape(-1))

@@ -70,8 +70,8 @@ class Side(Protocol):
     def write(self, part: Any, ids: Int32) -> SideWrite | None:
         """What the device has to write for ``part``, whose new pages are ``ids``."""
 
-    def applied(self, part: Any, ids: Int32) -> bool:
-        """Note that ``part`` was done with ``ids``; whether this changed anything."""
+    def applied(self, part: Any, ids: Int32) -> None:
+        """Note that ``part`` was done with ``ids``."""
 
     def held(self, rows: Int64) -> tuple[Int64, Int32]:
         """Rows (repeated) and ids of the pages that ``rows`` own, shared ones left out."""

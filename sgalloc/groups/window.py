@@ -240,16 +240,14 @@ class Window:
             mains[: cleared.size][number < ledger.shared.take(rows).repeat(gone)] = 0
         return SideWrite(places, new_ids, mains)
 
-    def applied(self, part: WindowPart, ids: Int32) -> bool:
-        """Note that ``part`` was done with ``ids``; whether this changed anything."""
+    def applied(self, part: WindowPart, ids: Int32) -> None:
+        """Note that ``part`` was done with ``ids``."""
         rows = part.rows
         self.pages_flat[spread(rows * self._ledger.per_row + part.begin, part.end - part.begin)] = (
             ids
         )
         self.first[rows] = part.leave
         self.stop[rows] = part.end
-        # A frontier that moved over shared pages alone gave nothing back, and ages plans, too.
-        return bool(ids.size or np.count_nonzero(part.leave != part.first))
 
     # -- giving back -----------------------------------------------------------------------
 

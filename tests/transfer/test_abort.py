@@ -12,6 +12,7 @@ from host_support import (
     assert_drained,
     assert_laws,
     cached,
+    fingerprint,
     make,
     prompt,
     unchanged,
@@ -186,6 +187,53 @@ def test_an_event_that_is_done_at_the_abort_is_not_asked_again() -> None:
     alloc.abort(h, force=True, after=event)
     event.over = False
     assert_drained(alloc)
+
+
+class Breaking(Query):
+    """An event that cannot be asked the n-th time."""
+
+    def __init__(self, polls_left: int) -> None:
+        super().__init__()
+        self.left = polls_left
+
+    def query(self) -> bool:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("the event is lost")
+        return super().query()
+
+
+BREAKABLE: dict[str, Callable[[World, Any], Any]] = {
+    "abort": lambda w, e: w.alloc.abort([w.live, w.bare, w.shared], after=e),
+    "abort by force": lambda w, e: w.alloc.abort([w.live, w.bare, w.aborted], True, e),
+    "abort again by force": lambda w, e: w.alloc.abort([w.live, w.aborted], True),
+    "release": lambda w, e: w.alloc.release([w.live, w.bare, w.shared], after=e),
+    "release into the cache": lambda w, e: w.alloc.release(
+        [w.live, w.shared], tokens=[prompt(2, PS, seed=4), None], after=e
+    ),
+    "the last acknowledgement": lambda w, e: w.alloc.acknowledge(w.aborted, 0),
+    "reclaim": lambda w, e: w.alloc.reclaim(100),
+}
+
+
+@pytest.mark.parametrize("polls", range(1, 6))
+@pytest.mark.parametrize("kind", BREAKABLE)
+def test_an_event_that_raises_changes_nothing(kind: str, polls: int) -> None:
+    w, event = world(), Breaking(0)
+    if kind in ("abort again by force", "the last acknowledgement", "reclaim"):
+        w.alloc.abort([w.bare, w.shared], after=event)
+        w.alloc.acknowledge(w.aborted, 0)
+        w = w._replace(aborted=w.shared)
+    event.left = polls
+    before = fingerprint(w.alloc)
+    try:
+        BREAKABLE[kind](w, event)
+    except RuntimeError:
+        assert event.left == 0 and fingerprint(w.alloc) == before
+    else:
+        assert 0 < event.left < polls, "asked, but fewer times than that"
+        assert fingerprint(w.alloc) != before
+    w.alloc.check(device=True)
 
 
 # -- release -------------------------------------------------------------------------------------
