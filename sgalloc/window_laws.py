@@ -66,8 +66,8 @@ def check_window_table(
 ) -> None:
     """The window's table, 0 below each frontier, and the map, as the device has them.
 
-    Pages in ``waiting``, of closed rows, keep their place in the map until they come back. Rows in ``late``,
-    which staged steps have yet to write, are left out, and with them the map.
+    Pages in ``waiting``, of closed rows, keep their place in the map until they come back. Rows
+    in ``late``, which staged steps have yet to write, are left out, and with them the map.
 
     Raises:
         LawViolation: naming the entry and both values.

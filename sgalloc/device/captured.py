@@ -120,7 +120,11 @@ class CapturedUpdate:
         after: Any,
         side: SideWrite | None = None,
     ) -> Done:
-        """Lay the step out in the ring."""
+        """Lay the step out in the ring, if there is room.
+
+        Raises:
+            WrongState, ValueError: as `stage`.
+        """
         if side is not None and side.ids.size > self._max_beside:
             raise ValueError(
                 f"the plan writes or clears {side.ids.size} pages of the second group, but this "
