@@ -94,7 +94,7 @@ def preallocate(
     plan = Plan(ledger, rows, start, cur, lengths)
     try:
         if side is not None:
-            plan.attach(side.part(plan, False, tail, main_only))
+            plan.attach(side.receiving(plan, tail, main_only))
         growing.apply(core, plan, None, None)
     except BaseException:
         # It fits, so the device has failed; nothing was evicted or taken yet.

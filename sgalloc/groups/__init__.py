@@ -47,6 +47,9 @@ class Side(Protocol):
             main_only: whether the main group alone grows.
         """
 
+    def receiving(self, plan: Plan, tail: int | Int64 | None, main_only: bool) -> SidePart:
+        """As `part`, for fresh rows that remote writers fill; they may share a prefix."""
+
     def need_for(
         self, lengths: Int64, matched: Int64, tail: int | Int64 | None, main_only: bool
     ) -> int:

@@ -193,8 +193,6 @@ class DevicePages:
         rows, per_page = plan.rows, self._ledger.per_page
         commits = 0 if plan.committing is None else plan.committing.size
         extends = commits - (0 if plan.decoding is None else plan.decoding.size)
-        if main_only and plan.committing is None:
-            extends = rows.size  # to be received: what is committed comes later
         settled = plan.stop if commits == rows.size else plan.start
         if 0 < commits < rows.size:
             settled = np.concatenate((plan.stop[:commits], plan.start[commits:]))
@@ -234,6 +232,16 @@ class DevicePages:
             _Shown(first, stop, new_first, new_stop, long, anew),
             rows[sparse & whole],
         )
+
+    def receiving(self, plan: Plan, tail: int | Int64 | None, main_only: bool) -> DevicePart:
+        """As `part`, for fresh rows that remote writers fill: on the device, or not."""
+        if tail is not None:
+            raise _no_window()
+        rows = plan.rows
+        none = np.zeros_like(rows)
+        target = none if main_only else plan.nxt // self._ledger.per_page
+        shown_ = _Shown(none, none, none, target, np.zeros(rows.shape, np.bool_), None)
+        return DevicePart(rows, none, target, shown_)
 
     def need_for(
         self, lengths: Int64, matched: Int64, tail: int | Int64 | None, main_only: bool

@@ -176,17 +176,28 @@ class Window:
             begin = np.maximum(matched, (lengths - tail) // size)
         return int((-(-lengths // size) - begin).sum())
 
+    def receiving(self, plan: Plan, tail: int | Int64 | None, main_only: bool) -> WindowPart:
+        """As `part`, for fresh rows; a tail may begin inside the prefix that they share."""
+        if main_only:
+            raise _not_sparse()
+        rows = plan.rows
+        first, stop = self.first.take(rows), self.stop.take(rows)
+        shared, leave = self._ledger.shared.take(rows), first
+        if tail is not None:
+            self._check_tail(rows, plan.start, plan.stop, tail, shared > 0)
+            leave = np.maximum((plan.stop - tail) // self._ledger.page_size, first)
+        return WindowPart(rows, first, stop, leave, plan.nxt // self._ledger.per_page, shared)
+
     def _tail(self, plan: Plan, first: Int64, stop: Int64, tail: int | Int64) -> Int64:
-        shared = self._ledger.shared.take(plan.rows)
-        owns = (stop > np.maximum(first, shared)).nonzero()[0]
-        if owns.size:
-            row = int(plan.rows[owns[0]])
+        holds = (stop > first).nonzero()[0]
+        if holds.size:
+            row = int(plan.rows[holds[0]])
             raise WrongState(
-                f"window_tail= is for rows that hold no window page of their own, and row {row} "
-                f"holds some: extend it without, or evict_window first"
+                f"window_tail= is for rows that hold no window page, and row {row} holds "
+                f"{stop[holds[0]] - first[holds[0]]}: extend it without, or evict_window first"
             )
-        self._check_tail(plan.rows, plan.start, plan.stop, tail, shared > 0)
-        begin = np.maximum((plan.stop - tail) // self._ledger.page_size, first)
+        self._check_tail(plan.rows, plan.start, plan.stop, tail, np.zeros(first.shape, np.bool_))
+        begin = (plan.stop - tail) // self._ledger.page_size
         return np.where(plan.stop > plan.start, begin, first)
 
     def _check_tail(
