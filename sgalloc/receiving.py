@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from sgalloc import transfer
-from sgalloc.holdings import Holdings, counted
+from sgalloc.giving_back import GivingBack
+from sgalloc.holdings import counted
 from sgalloc.inputs import Int64, counts, int64_array, shown, whole_number
 from sgalloc.ledger import NO_ROWS
 from sgalloc.pins import Transfer
@@ -17,7 +18,7 @@ from sgalloc.prefix import Match
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 
 
-class Receiving(Holdings):
+class Receiving(GivingBack):
     """What `KVAllocator` does for requests whose KV is written by others."""
 
     @counted

@@ -45,6 +45,7 @@ FLOORS = {
     "sgalloc.holdings": 3,
     "sgalloc.transfer": 3,
     "sgalloc.groups": 2,
+    "sgalloc.giving_back": 3,
     "sgalloc.receiving": 3,
     "sgalloc.pins": 3,
     "sgalloc.extents": 2,
