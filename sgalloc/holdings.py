@@ -54,8 +54,9 @@ class Holdings:
     _refusals: Counter[str]
 
     def __repr__(self) -> str:
+        pool = self._core.pool
         return (
-            f"KVAllocator({self._core.pool.num_pages} pages of {self.page_size}, {self._core.pool.free} free, "
+            f"KVAllocator({pool.num_pages} pages of {self.page_size}, {pool.free} free, "
             f"{self._ledger.open_rows} of {self.max_requests} rows open, {self._core.device.name})"
         )
 
