@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -25,7 +24,8 @@ class Sparse:
     """Settings of the groups ``logical`` and ``device``.
 
     Attributes:
-        ratio: logical pages for each page of the device, at least 1.
+        ratio: logical pages for each page of the device, at least 1; an int, a float or a
+            fraction.
         device_buffer: tokens of a request that stay on the device, rounded up to whole pages.
         draft_scratch: tokens of the device that each sparse request has for drafts, rounded up
             to whole pages.
@@ -39,10 +39,13 @@ class Sparse:
         ratio: Any = self.ratio
         if isinstance(ratio, bool) or not isinstance(ratio, Real):
             raise TypeError(f"sparse.ratio must be a number, got {shown(ratio)}: pass 2, or 1.5")
-        if not (math.isfinite(ratio) and float(ratio) >= 1):
+        if isinstance(ratio, np.generic):
+            ratio = ratio.item()
+            object.__setattr__(self, "ratio", ratio)
+        if not 1 <= ratio <= _MOST:
             raise ValueError(
-                f"sparse.ratio must be at least 1 and finite, got {ratio}: every page of the "
-                "device needs a logical one"
+                f"sparse.ratio must be from 1 to {_MOST}, got {ratio}: every page of the device "
+                "needs a logical one"
             )
         for name, least in (("device_buffer", 1), ("draft_scratch", 0)):
             number = whole_number(getattr(self, name), f"sparse.{name}", least, _MOST)
@@ -103,7 +106,7 @@ class DevicePages:
     ) -> DevicePart | MovingPart:
         """What ``plan`` does in this group. See `Side.part`.
 
-        ``main_only`` is about the rows that are extended.
+        ``main_only`` is about the rows that are extended, or all of a plan that commits nothing.
 
         Raises:
             ValueError: a tail.
@@ -116,6 +119,8 @@ class DevicePages:
         rows, per_page = plan.rows, self._ledger.per_page
         commits = 0 if plan.committing is None else plan.committing.size
         extends = commits - (0 if plan.decoding is None else plan.decoding.size)
+        if main_only and not commits:
+            extends = rows.size
         settled = plan.stop if commits == rows.size else plan.start
         if 0 < commits < rows.size:
             settled = np.concatenate((plan.stop[:commits], plan.start[commits:]))
@@ -209,8 +214,6 @@ class DevicePages:
     def _mapping(self, rows: Int64, what: Shown) -> SideWrite | None:
         """The entries that leave the map, and those that enter it; None where it stays."""
         changed = (what.first != what.new_first) | (what.stop != what.new_stop)
-        if what.anew is not None:
-            changed |= what.anew
         at = changed.nonzero()[0]
         if not at.size:
             return None

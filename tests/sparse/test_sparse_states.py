@@ -355,6 +355,45 @@ class TestSpeculation:
         with pytest.raises(sgalloc.StalePlan):
             alloc.apply(second)
 
+    def test_a_plan_made_before_to_sparse_is_stale(self) -> None:
+        alloc = make(4)
+        h = opened(alloc, 8)
+        plan = alloc.plan(decode=(h, 1))
+        alloc.to_sparse([])
+        assert alloc.fits(plan), "nothing changed"
+        alloc.to_sparse(h)
+        for use in (alloc.fits, alloc.apply):
+            with untouched(alloc), pytest.raises(sgalloc.StalePlan):
+                use(plan)
+
+
+class TestReceiving:
+    """A plan that commits nothing, for pages that a remote writer fills."""
+
+    @each_size
+    def test_logical_pages_alone_without_committing(self, ps: int) -> None:
+        alloc = make(ps)
+        (h,) = alloc.open().tolist()
+        rows = alloc._ledger.rows_of(h)
+        zero = np.zeros(1, np.int64)
+        plan = sgalloc.Plan(alloc._ledger, rows, zero, zero.copy(), np.array([5 * ps]))
+        alloc._beside(plan, main_only=True)
+        assert plan.need == {"logical": 5, "device": 0}
+        alloc.apply(plan)
+        assert rooms(alloc) == (75, 20) and mapped(alloc, h) == {}
+        assert (alloc.committed(h)[0], alloc.allocated(h)[0]) == (0, 5 * ps)
+        alloc.commit(h, 5 * ps)
+        alloc.to_sparse(h)
+        assert set(mapped(alloc, h)) == {4}
+        assert_whole(alloc)
+
+    def test_a_plan_without_what_is_extended_heeds_it_not(self) -> None:
+        alloc = make(4)
+        h = opened(alloc, 8)
+        for extend in (None, ([], [])):
+            plan = alloc.plan(extend=extend, reserve=(h, 9), logical_only=True)
+            assert plan.need == {"logical": 3, "device": 3}
+
 
 class TestTurningBack:
     @each_size
