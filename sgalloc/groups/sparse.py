@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -31,22 +31,22 @@ class Sparse:
             to whole pages.
     """
 
-    ratio: float
+    ratio: float | Fraction
     device_buffer: int
     draft_scratch: int = 0
 
     def __post_init__(self) -> None:
         ratio: Any = self.ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, Real):
-            raise TypeError(f"sparse.ratio must be a number, got {shown(ratio)}: pass 2, or 1.5")
         if isinstance(ratio, np.generic):
             ratio = ratio.item()
-            object.__setattr__(self, "ratio", ratio)
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float, Fraction)):
+            raise TypeError(f"sparse.ratio must be a number, got {shown(ratio)}: pass 2, or 1.5")
         if not 1 <= ratio <= _MOST:
             raise ValueError(
                 f"sparse.ratio must be from 1 to {_MOST}, got {ratio}: every page of the device "
                 "needs a logical one"
             )
+        object.__setattr__(self, "ratio", ratio)
         for name, least in (("device_buffer", 1), ("draft_scratch", 0)):
             number = whole_number(getattr(self, name), f"sparse.{name}", least, _MOST)
             object.__setattr__(self, name, number)
@@ -200,14 +200,13 @@ class DevicePages:
     def _moving(self, part: MovingPart) -> SideWrite:
         """The entries of the page that was the newest go, those of the new one come."""
         base = part.rows * self._ledger.per_row
-        gone, come, behind = base + part.stop, base + part.covered, base + self.buffer
-        if not (part.stop.all() and part.covered.all()):
-            gone, come = gone[part.stop > 0], come[part.covered > 0]
-            behind = behind[part.covered > 0]
+        gone, come = base + part.stop, base + part.covered
+        if not part.stop.all():
+            gone = gone[part.stop > 0]
         places = np.concatenate((gone, come))
         places -= 1
         ids = np.zeros(places.size, np.int32)
-        ids[gone.size :] = self.pages_flat.take(behind)
+        ids[gone.size :] = self.pages_flat.take(base + self.buffer)
         mains = self._ledger.pages_flat.take(places)
         return SideWrite(np.full(ids.size, -1, np.int64), ids, mains)
 

@@ -69,8 +69,8 @@ class MovingPart:
 
     Attributes:
         rows: those whose page moves, int64 ``(n,)``.
-        stop, covered: one past the number of the page that is mapped, now and afterwards, 0 for
-            none, int64 ``(n,)``.
+        stop, covered: one past the number of the page that is mapped, now (0 for none) and
+            afterwards, int64 ``(n,)``.
     """
 
     group = "device"

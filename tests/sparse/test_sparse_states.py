@@ -503,6 +503,46 @@ class TestTrim:
         assert_whole(alloc)
 
 
+class TestNeighbours:
+    @each_size
+    def test_a_row_before_that_is_full_keeps_its_last_entry(self, ps: int) -> None:
+        """Nothing of the cut request is mapped, and what stands before its pages is not its own."""
+        settings = sgalloc.Sparse(3, 3 * ps)
+        alloc = sgalloc.KVAllocator(20, ps, 4, 8 * ps, device="cpu", sparse=settings)
+        first, second, third = alloc.open(3).tolist()
+        alloc.extend([first, second], 8 * ps)
+        alloc.to_sparse(second)
+        alloc.extend(third, 8 * ps)
+        alloc.trim(second, 5 * ps)
+        full = [mapped(alloc, h) for h in (first, third)]
+        assert mapped(alloc, second) == {}
+        alloc.decode(second)
+        assert set(mapped(alloc, second)) == {5}
+        assert [mapped(alloc, h) for h in (first, third)] == full
+        assert_whole(alloc)
+
+    @each_size
+    def test_a_release_writes_no_more_than_what_is_mapped(
+        self, ps: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        alloc = make(ps)
+        long, short = opened(alloc, 9 * ps), opened(alloc, 2 * ps)
+        alloc.to_sparse([long, short])
+        device, sizes = alloc._core.device, []
+        write = device.write
+
+        def counting(*args: Any) -> Any:
+            sizes.append(args[-1].ids.size)
+            return write(*args)
+
+        monkeypatch.setattr(device, "write", counting)
+        alloc.trim(long, 8 * ps)
+        alloc.decode(long)
+        alloc.release([long, short])
+        assert sizes == [1, 1, 1 + 2]
+        assert_drained(alloc)
+
+
 class TestRecycling:
     @each_size
     @pytest.mark.parametrize("sparse", [False, True])
