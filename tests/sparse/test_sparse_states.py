@@ -522,6 +522,21 @@ class TestNeighbours:
         assert_whole(alloc)
 
     @each_size
+    def test_the_same_where_nothing_was_committed(self, ps: int) -> None:
+        settings = sgalloc.Sparse(3, 3 * ps)
+        alloc = sgalloc.KVAllocator(20, ps, 4, 8 * ps, device="cpu", sparse=settings)
+        first, second = alloc.open(2).tolist()
+        alloc.extend(first, 8 * ps)
+        alloc.reserve(second, 8 * ps)
+        full = mapped(alloc, first)
+        alloc.to_sparse(second)
+        assert mapped(alloc, first) == full and mapped(alloc, second) == {}
+        assert_whole(alloc)
+        alloc.decode(second)
+        assert mapped(alloc, first) == full
+        assert_whole(alloc)
+
+    @each_size
     def test_a_release_writes_no_more_than_what_is_mapped(
         self, ps: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
