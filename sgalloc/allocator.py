@@ -231,8 +231,9 @@ class KVAllocator(Receiving):
             stop = self._extend_stop(rows, start, lengths)
             self._core.settle()
             plan = self._make_plan(self._ledger, rows, start, cur, stop, committing=rows)
-            if self._core.side is not None or window_tail is not None or logical_only:
-                self._beside(plan, tail=window_tail, main_only=logical_only)
+            only = logical_only is not False and self._logical_only(logical_only)
+            if self._core.side is not None or window_tail is not None:
+                self._beside(plan, tail=window_tail, main_only=only)
             growing.apply(self._core, plan, out, after)
         except AllocError as refusal:
             self._count(refusal)
@@ -344,8 +345,10 @@ class KVAllocator(Receiving):
         plan = mixed_plan(self._make_plan, self._ledger, *parts)
         if evict_window:
             self._window()
-        if self._core.side is not None or logical_only:
-            self._beside(plan, evict=bool(evict_window), main_only=logical_only)
+        only = logical_only is not False and self._logical_only(logical_only)
+        if self._core.side is not None:
+            only = only and parts[0] is not None and parts[0][0].size > 0
+            self._beside(plan, evict=bool(evict_window), main_only=only)
         plan.fits = self._core.has_room(plan)
         return plan
 
@@ -430,16 +433,19 @@ class KVAllocator(Receiving):
     ) -> None:
         """Let the second group take its part in ``plan``."""
         side = self._core.side
-        if not isinstance(main_only, bool):
-            raise TypeError(f"logical_only must be True or False, got {main_only!r}")
         if side is None:
-            name, maker = ("logical_only", "sparse") if main_only else ("window_tail", "window")
-            raise ValueError(
-                f"{name}= is for a second group of pages: make the allocator with {maker}="
-            )
+            raise ValueError("window_tail= is for a window group: make the allocator with window=")
         if tail is not None:
             tail = counts(tail, plan.rows.size, "window_tail")
         plan.attach(side.part(plan, evict, tail, main_only))
+
+    def _logical_only(self, wanted: Any) -> bool:
+        """``wanted``, if this allocator can do so."""
+        if not isinstance(wanted, bool):
+            raise TypeError(f"logical_only must be True or False, got {wanted!r}")
+        if wanted and not isinstance(self._core.side, DevicePages):
+            raise ValueError("logical_only= is for a device group: make the allocator with sparse=")
+        return wanted
 
     def _apply_through(self, plan: Plan, writer: Writer) -> None:
         """`apply`, with the table written by ``writer``."""

@@ -66,9 +66,9 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
     growth = plan.growth
     total = 0 if growth is None else growth.total
     victims = core.victims(total, part.need - part.gain)
-    leaving, leaving_sides = pages_of(victims)
+    leaving, leaving_sides = pages_of(victims) if victims else (NO_PAGES, NO_PAGES)
     owners, back = side.gained(part)
-    returning = np.concatenate((back, leaving_sides))
+    returning = np.concatenate((back, leaving_sides)) if victims else back
     ids = pool.peek(total, leaving)
     side_ids = side.pool.peek(part.need, returning)
     if growth is not None:

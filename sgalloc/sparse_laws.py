@@ -23,12 +23,13 @@ def check_sparse(ledger: Ledger, group: DevicePages) -> None:
         LawViolation: naming the row.
     """
     rows = ledger.live()
-    held, sparse, long = group.count.take(rows), group.sparse.take(rows), group.long(rows)
+    held, sparse, long = group.count.take(rows), group.sparse.take(rows), group.is_long.take(rows)
     first, stop = group.first.take(rows), group.stop.take(rows)
     pages, covered = ledger.page_counts(rows), -(-ledger.committed.take(rows) // ledger.page_size)
     for broken, law in (
         ((held < 0) | (held > pages), "device pages lie below A"),
         (sparse & (held > group.buffer + 1), "a sparse row has a buffer and one page at most"),
+        (long != (sparse & (held > group.buffer)), "a long row is sparse and has a buffer and one"),
         ((first < 0) | (first > stop), "0 <= first <= end of what is mapped"),
         (~sparse & ((first != 0) | (stop != held)), "a dense row's device pages are all mapped"),
         (~long & (stop > held), "what is mapped is held"),

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, NamedTuple
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sgalloc.errors import WrongState
-from sgalloc.groups import Cut
+from sgalloc.groups import NO_PAGES, Cut
+from sgalloc.groups.sparse_parts import Bools, DevicePart, MovingPart, Shown, Thinning, outside
 from sgalloc.inputs import Int64, shown, whole_number
-from sgalloc.ledger import Ledger, spread
+from sgalloc.ledger import NO_ROWS, Ledger, spread
 from sgalloc.pages import Int32, PagePool
 from sgalloc.plan import Plan, SideWrite
-
-Bools = NDArray[np.bool_]
 
 _MOST = (1 << 31) - 1
 
@@ -27,25 +24,29 @@ class Sparse:
     """Settings of the groups ``logical`` and ``device``.
 
     Attributes:
-        ratio: logical pages for each page of the device, at least 1.
+        ratio: logical pages for each page of the device, at least 1; an int, a float or a
+            fraction.
         device_buffer: tokens of a request that stay on the device, rounded up to whole pages.
         draft_scratch: tokens of the device that each sparse request has for drafts, rounded up
             to whole pages.
     """
 
-    ratio: float
+    ratio: float | Fraction
     device_buffer: int
     draft_scratch: int = 0
 
     def __post_init__(self) -> None:
         ratio: Any = self.ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, Real):
+        if isinstance(ratio, np.generic):
+            ratio = ratio.item()
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float, Fraction)):
             raise TypeError(f"sparse.ratio must be a number, got {shown(ratio)}: pass 2, or 1.5")
-        if not (math.isfinite(ratio) and float(ratio) >= 1):
+        if not 1 <= ratio <= _MOST:
             raise ValueError(
-                f"sparse.ratio must be at least 1 and finite, got {ratio}: every page of the "
-                "device needs a logical one"
+                f"sparse.ratio must be from 1 to {_MOST}, got {ratio}: every page of the device "
+                "needs a logical one"
             )
+        object.__setattr__(self, "ratio", ratio)
         for name, least in (("device_buffer", 1), ("draft_scratch", 0)):
             number = whole_number(getattr(self, name), f"sparse.{name}", least, _MOST)
             object.__setattr__(self, name, number)
@@ -53,80 +54,6 @@ class Sparse:
     def logical_pages(self, num_pages: int) -> int:
         """Pages of the group ``logical`` beside ``num_pages`` of the device."""
         return int(self.ratio * num_pages)
-
-
-class _Shown(NamedTuple):
-    """What of each row is mapped, and what will be: page numbers ``[first, stop)``.
-
-    Attributes:
-        first, stop: now, int64 ``(n,)``.
-        new_first, new_stop: afterwards, int64 ``(n,)``.
-        long: rows whose one mapped page afterwards is the one behind the buffer.
-        anew: rows whose entries are all written, whatever is mapped now; None for none.
-    """
-
-    first: Int64
-    stop: Int64
-    new_first: Int64
-    new_stop: Int64
-    long: Bools
-    anew: Bools | None
-
-
-class DevicePart:
-    """What a plan does in the device group.
-
-    Attributes:
-        rows: int64 ``(n,)``, those of the plan.
-        held, target: device pages of each row now and afterwards, int64 ``(n,)``.
-        need: new pages.
-        gain: pages that go back first: none.
-        shown: what is mapped.
-        dense: sparse rows that become dense, int64.
-    """
-
-    group = "device"
-    gain = 0
-
-    __slots__ = ("dense", "held", "need", "rows", "shown", "target")
-
-    def __init__(
-        self, rows: Int64, held: Int64, target: Int64, shown: _Shown, dense: Int64 | None = None
-    ) -> None:
-        self.rows = rows
-        self.held = held
-        self.target = target
-        self.shown = shown
-        self.dense = dense
-        self.need = 0 if target is held else int((target - held).sum())
-
-    def without(self, leaving: Int64) -> int:
-        """Pages that it takes if the rows ``leaving`` were no part of the plan."""
-        return int((self.target - self.held)[~np.isin(self.rows, leaving)].sum())
-
-
-class Thinning(NamedTuple):
-    """What `to_sparse` does.
-
-    Attributes:
-        rows: int64 ``(n,)``.
-        held, target: device pages of each row now and afterwards, scratch left out.
-        newest: number of the page of the newest token, int64 ``(n,)``; -1 for none.
-        scratchless: rows that take scratch pages, int64.
-        shown: what is mapped.
-        need: pages taken.
-        owners, ids: pages that go back.
-    """
-
-    rows: Int64
-    held: Int64
-    target: Int64
-    newest: Int64
-    scratchless: Int64
-    shown: _Shown
-    need: int
-    owners: Int64
-    ids: Int32
 
 
 class DevicePages:
@@ -146,6 +73,7 @@ class DevicePages:
         count: device pages of each row, scratch left out, int64 ``(max_requests + 1,)``.
         first, stop: page numbers of each row that are mapped, int64.
         sparse: which rows are sparse.
+        is_long: which of these are long.
         has_scratch: which rows have their scratch pages.
         pages: device page ids of each row, int32 ``(max_requests + 1, row_pages)``; stale from
             `count` on.
@@ -165,24 +93,20 @@ class DevicePages:
         self.first: Int64 = np.zeros(rows, np.int64)
         self.stop: Int64 = np.zeros(rows, np.int64)
         self.sparse: Bools = np.zeros(rows, np.bool_)
+        self.is_long: Bools = np.zeros(rows, np.bool_)
         self.has_scratch: Bools = np.zeros(rows, np.bool_)
         self.pages: Int32 = np.zeros((rows, ledger.row_pages), np.int32)
         self.pages_flat: Int32 = self.pages.reshape(-1)
         self.scratch_pages: Int32 = np.zeros((rows, self.scratch), np.int32)
 
-    def long(self, rows: Int64) -> Bools:
-        """Which of ``rows`` are sparse and have more than a buffer."""
-        long: Bools = self.sparse.take(rows) & (self.count.take(rows) > self.buffer)
-        return long
-
     # -- plans -----------------------------------------------------------------------------
 
     def part(
         self, plan: Plan, evict: bool, tail: int | Int64 | None, main_only: bool
-    ) -> DevicePart:
+    ) -> DevicePart | MovingPart:
         """What ``plan`` does in this group. See `Side.part`.
 
-        ``main_only`` is about the rows that are extended.
+        ``main_only`` is about the rows that are extended, or all of a plan that commits nothing.
 
         Raises:
             ValueError: a tail.
@@ -193,18 +117,18 @@ class DevicePages:
         rows, per_page = plan.rows, self._ledger.per_page
         commits = 0 if plan.committing is None else plan.committing.size
         extends = commits - (0 if plan.decoding is None else plan.decoding.size)
+        if main_only and not commits:
+            extends = rows.size
         settled = plan.stop if commits == rows.size else plan.start
         if 0 < commits < rows.size:
             settled = np.concatenate((plan.stop[:commits], plan.start[commits:]))
-        covered = -(-settled // per_page)
-        held, first, stop = self.count.take(rows), self.first.take(rows), self.stop.take(rows)
-        sparse = self.sparse.take(rows)
-        was_long = sparse & (held > self.buffer)
+        covered = settled + self._ledger.per_page_less_one
+        covered //= per_page
+        stop, was_long = self.stop.take(rows), self.is_long.take(rows)
         if (main_only or not extends) and was_long.all():
-            new_first = np.maximum(covered - 1, 0)
-            return DevicePart(
-                rows, held, held, _Shown(first, stop, new_first, covered, was_long, None)
-            )
+            at = (stop != covered).nonzero()[0]
+            return MovingPart(rows.take(at), stop.take(at), covered.take(at))
+        held, first, sparse = self.count.take(rows), self.first.take(rows), self.sparse.take(rows)
         lacks = held < plan.cur // per_page
         lacks[:extends] = False
         lacks &= ~sparse
@@ -229,7 +153,7 @@ class DevicePages:
             rows,
             held,
             target,
-            _Shown(first, stop, new_first, new_stop, long, anew),
+            Shown(first, stop, new_first, new_stop, long, anew),
             rows[sparse & whole],
         )
 
@@ -240,7 +164,7 @@ class DevicePages:
         rows = plan.rows
         none = np.zeros_like(rows)
         target = none if main_only else plan.nxt // self._ledger.per_page
-        shown_ = _Shown(none, none, none, target, np.zeros(rows.shape, np.bool_), None)
+        shown_ = Shown(none, none, none, target, np.zeros(rows.shape, np.bool_), None)
         return DevicePart(rows, none, target, shown_)
 
     def need_for(
@@ -251,53 +175,73 @@ class DevicePages:
             raise _no_window()
         return 0 if main_only else int((-(-lengths // self._ledger.page_size)).sum())
 
-    def gained(self, part: DevicePart) -> tuple[Int64, Int32]:
+    def gained(self, part: DevicePart | MovingPart) -> tuple[Int64, Int32]:
         """Growth gives nothing back."""
-        return part.rows[:0], self.pages_flat[:0]
+        return NO_ROWS, NO_PAGES
 
-    def takers(self, part: DevicePart) -> Int64:
+    def takers(self, part: DevicePart | MovingPart) -> Int64:
         """The row of each page that ``part`` takes, int64."""
+        if isinstance(part, MovingPart):
+            return NO_ROWS
         return part.rows.repeat(part.target - part.held)
 
-    def write(self, part: DevicePart, ids: Int32) -> SideWrite | None:
+    def write(self, part: DevicePart | MovingPart, ids: Int32) -> SideWrite | None:
         """What the device has to write for ``part``, whose new pages are ``ids``."""
+        if isinstance(part, MovingPart):
+            return self._moving(part) if part.rows.size else None
         if ids.size:
             self._note(part.rows, part.held, part.target, ids)
         return self._mapping(part.rows, part.shown)
 
-    def applied(self, part: DevicePart, ids: Int32) -> None:
+    def applied(self, part: DevicePart | MovingPart, ids: Int32) -> None:
         """Note that ``part`` was done with ``ids``."""
-        rows, shown_ = part.rows, part.shown
+        rows = part.rows
+        if isinstance(part, MovingPart):
+            self.first[rows] = np.maximum(part.covered - 1, 0)
+            self.stop[rows] = part.covered
+            return
+        shown_ = part.shown
         if ids.size:
             self.count[rows] = part.target
         self.first[rows] = shown_.new_first
         self.stop[rows] = shown_.new_stop
-        if part.dense is not None and part.dense.size:
+        self.is_long[rows] = shown_.long
+        if part.dense is not None:
             self.sparse[part.dense] = False
 
     def _note(self, rows: Int64, held: Int64, target: Int64, ids: Int32) -> None:
         """Enter new pages behind those held, where the lists are stale."""
         self.pages_flat[spread(rows * self._ledger.per_row + held, target - held)] = ids
 
-    def _mapping(self, rows: Int64, what: _Shown) -> SideWrite | None:
+    def _moving(self, part: MovingPart) -> SideWrite:
+        """The entries of the page that was the newest go, those of the new one come."""
+        base = part.rows * self._ledger.per_row
+        gone, come = base + part.stop, base + part.covered
+        if not part.stop.all():
+            gone = gone[part.stop > 0]
+        places = np.concatenate((gone, come))
+        places -= 1
+        ids = np.zeros(places.size, np.int32)
+        ids[gone.size :] = self.pages_flat.take(base + self.buffer)
+        # There is no table of device slots; the places say whose pages these are.
+        return SideWrite(places, ids, self._ledger.pages_flat.take(places))
+
+    def _mapping(self, rows: Int64, what: Shown) -> SideWrite | None:
         """The entries that leave the map, and those that enter it; None where it stays."""
         changed = (what.first != what.new_first) | (what.stop != what.new_stop)
-        if what.anew is not None:
-            changed |= what.anew
         at = changed.nonzero()[0]
         if not at.size:
             return None
         first, stop, new_first, new_stop = (column.take(at) for column in what[:4])
         base = rows.take(at) * self._ledger.per_row
-        cleared, _ = _outside(base, first, stop, new_first, new_stop)
+        cleared, _ = outside(base, first, stop, new_first, new_stop)
         if what.anew is not None:
             stop = np.where(what.anew.take(at), first, stop)
-        entering, counts = _outside(base, new_first, new_stop, first, stop)
+        entering, counts = outside(base, new_first, new_stop, first, stop)
         # Of a long row only the page behind the buffer is mapped, whatever the number.
         shift = np.where(what.long.take(at), self.buffer - new_first, 0)
         where = entering + np.concatenate((shift, shift)).repeat(counts)
         ids = np.concatenate((np.zeros(cleared.size, np.int32), self.pages_flat.take(where)))
-        # There is no table of device slots; the places say whose pages these are.
         places = np.concatenate((cleared, entering))
         return SideWrite(places, ids, self._ledger.pages_flat.take(places))
 
@@ -330,7 +274,7 @@ class DevicePages:
             at = (back.cumsum() - back + newest - target)[swapped]
             ids[at] = self.pages_flat.take(rows[swapped] * ledger.per_row + self.buffer)
         scratchless = rows[~self.has_scratch.take(rows)] if self.scratch else rows[:0]
-        what = _Shown(
+        what = Shown(
             self.first.take(rows),
             self.stop.take(rows),
             np.where(long, np.maximum(newest, 0), 0),
@@ -369,6 +313,7 @@ class DevicePages:
         self.count[rows] = thin.target
         self.first[rows] = thin.shown.new_first
         self.stop[rows] = thin.shown.new_stop
+        self.is_long[rows] = thin.shown.long
         self.sparse[rows] = True
 
     # -- giving back -----------------------------------------------------------------------
@@ -384,7 +329,7 @@ class DevicePages:
         stop = np.minimum(stop, keep)
         gone = stop <= first
         first[gone] = stop[gone] = 0
-        short = self.long(rows) & (target <= self.buffer)
+        short = self.is_long.take(rows) & (target <= self.buffer)
         moved = short & (stop > first)
         base = rows * self._ledger.per_row
         back = held - target
@@ -393,15 +338,15 @@ class DevicePages:
             # The page behind the buffer stays mapped where it is, and another one goes.
             last = (back.cumsum() - 1)[moved]
             ids[last] = self.pages_flat.take((base + first)[moved])
-        return Cut(
-            rows.repeat(back), ids, (target, first, stop, (base + first)[moved], base[moved])
-        )
+        marks = (target, first, stop, (base + first)[moved], base[moved], rows[short])
+        return Cut(rows.repeat(back), ids, marks)
 
     def cut(self, rows: Int64, cut: Cut) -> None:
         """Note that ``cut``, of these ``rows``, was done."""
-        target, first, stop, place, base = cut.marks
+        target, first, stop, place, base, short = cut.marks
         self.pages_flat[place] = self.pages_flat.take(base + self.buffer)
         self.count[rows], self.first[rows], self.stop[rows] = target, first, stop
+        self.is_long[short] = False
 
     def held(self, rows: Int64) -> tuple[Int64, Int32]:
         """Rows (repeated) and ids of all device pages of ``rows``."""
@@ -420,8 +365,8 @@ class DevicePages:
         """Forget what ``rows`` held."""
         for column in (self.count, self.first, self.stop):
             column[rows] = 0
-        self.sparse[rows] = False
-        self.has_scratch[rows] = False
+        for flags in (self.sparse, self.is_long, self.has_scratch):
+            flags[rows] = False
 
     # -- looking ---------------------------------------------------------------------------
 
@@ -429,8 +374,7 @@ class DevicePages:
         """The device page of each logical page of ``row``, 0 where none is mapped, int32."""
         found = np.zeros(int(self._ledger.allocated[row]) // self._ledger.page_size, np.int32)
         first, stop = int(self.first[row]), int(self.stop[row])
-        long = bool(self.sparse[row]) and int(self.count[row]) > self.buffer
-        begin = self.buffer if long else first
+        begin = self.buffer if self.is_long[row] else first
         found[first:stop] = self.pages[row, begin : begin + stop - first]
         return found
 
@@ -448,18 +392,3 @@ def _no_window() -> ValueError:
     return ValueError(
         "window_tail= is for a window group, and this allocator is sparse: leave it out"
     )
-
-
-def _outside(
-    base: Int64, first: Int64, stop: Int64, hole_first: Int64, hole_stop: Int64
-) -> tuple[Int64, Int64]:
-    """``base + [first, stop)`` without ``base + [hole_first, hole_stop)``.
-
-    Returns:
-        What is below the holes, then what is above them, int64; and how many of each row are
-        below, then how many are above, int64 ``(2 * n,)``.
-    """
-    above = np.maximum(first, hole_stop)
-    counts = np.concatenate((np.minimum(stop, hole_first) - first, stop - above))
-    np.maximum(counts, 0, out=counts)
-    return spread(np.concatenate((base + first, base + above)), counts), counts

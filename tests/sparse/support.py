@@ -33,6 +33,13 @@ def make(
     )
 
 
+def opened(alloc: sgalloc.KVAllocator, length: int, **how: Any) -> int:
+    """One request of so many tokens."""
+    (handle,) = alloc.open().tolist()
+    alloc.extend(handle, length, **how)
+    return handle
+
+
 def rooms(alloc: sgalloc.KVAllocator) -> tuple[int, int]:
     """Free logical pages, and free device pages."""
     return alloc.available("logical"), alloc.available("device")

@@ -95,7 +95,12 @@ def wrong_holder(s: Sound) -> None:
         (store("stop", 1, 8), "row 1 breaks 'one page is mapped, of committed tokens'"),
         (store("has_scratch", 1, False), "row 1 breaks 'a sparse row has its scratch pages'"),
         (store("has_scratch", 3, True), "page 0 does not exist"),
-        (store("sparse", 1, False), "row 1 breaks 'a dense row's device pages are all mapped'"),
+        (store("sparse", 1, False), "row 1 breaks 'a long row is sparse and has a buffer and one'"),
+        (
+            store("is_long", 1, False),
+            "row 1 breaks 'a long row is sparse and has a buffer and one'",
+        ),
+        (store("is_long", 2, True), "row 2 breaks 'a long row is sparse and has a buffer and one'"),
         (store("sparse", 3, True), "row 3 breaks 'a sparse row has its scratch pages'"),
         (copy_page((1, 0), (1, 1)), "of group 'device' is held by row 1 and by row 1"),
         (copy_page((2, 0), (1, 3)), "of group 'device' is held by row 1 and by row 2"),

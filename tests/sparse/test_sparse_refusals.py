@@ -29,6 +29,8 @@ class TestSettings:
             ({"ratio": -2}, "sparse.ratio"),
             ({"ratio": math.nan}, "sparse.ratio"),
             ({"ratio": math.inf}, "sparse.ratio"),
+            ({"ratio": 1e308}, "sparse.ratio"),
+            ({"ratio": np.float32(0.5)}, "sparse.ratio"),
             ({"device_buffer": 0}, "sparse.device_buffer"),
             ({"device_buffer": -1}, "sparse.device_buffer"),
             ({"device_buffer": 1 << 31}, "sparse.device_buffer"),
@@ -75,6 +77,10 @@ class TestSettings:
             "device": 10,
         }
         assert alloc.num_pages == 10 and str(pages) in repr(alloc)
+
+    def test_a_ratio_of_numpy_counts_as_exactly(self) -> None:
+        assert Sparse(np.float32(2.5), 1).logical_pages(20_000_001) == 50_000_002
+        assert Sparse(np.int8(100), 1).logical_pages(1000) == 100_000
 
     def test_settings_are_frozen_and_equal_by_value(self) -> None:
         assert Sparse(2, 16) == Sparse(2, 16, 0)
