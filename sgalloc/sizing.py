@@ -334,6 +334,94 @@ def tail_start(seq: int, tail: int, page_size: int) -> int:
     return start
 
 
+def peak_window_pages(
+    prompt: PerRequest,
+    new_tokens: PerRequest,
+    window: int,
+    page_size: int,
+    *,
+    chunk: int | None = None,
+    reserve: int = 1,
+    evict_every: int = 1,
+    prefix_cache: bool = False,
+) -> Int64:
+    """Most window pages that each request holds at once: an estimate for admission.
+
+    For a loop that lets what left the window go before each step (``plan(...,
+    evict_window=True)``): prefill by chunks, then one decode step a token. The result is exact
+    there, neither below nor above what the allocator then holds. Where decode steps commit more
+    than one token, it is a bound that some sequence of accepted lengths reaches.
+
+    Let ``keep`` be ``window``, with a prefix cache ``ceil_align(max(window, page_size),
+    page_size)``, and ``s = ceil(evict_every / page_size)`` the pages by which a frontier moves.
+    A step that begins at C and covers E tokens holds ``ceil(E / page_size)`` pages less the
+    frontier, which moves to ``floor((C - keep) / page_size)`` once that is s pages further. Between
+    two moves the holding grows, so its peaks lie before a move or at the end. In a long decode
+    that is ``s + ceil((keep - 1 + reserve) / page_size)``.
+
+    Args:
+        prompt: tokens to prefill, one number or one per request.
+        new_tokens: decode steps, likewise.
+        window, page_size, evict_every, prefix_cache: as the allocator has them.
+        chunk: tokens of a prefill step; None for the whole prompt in one. Where it is no
+            multiple of ``page_size``, the time grows with the moves of the frontier in prefill.
+        reserve: tokens past C that a decode step covers.
+
+    Returns:
+        Pages, int64 ``(n,)``. What a request shares with the prefix cache is counted, too.
+
+    >>> peak_window_pages([100, 100_000], 1000, 1024, 16, chunk=2048)
+    array([ 65, 192])
+    """
+    page = _page_size(page_size)
+    keep = whole_number(window, "window", 1, meaning="the positions that a token attends to")
+    ahead = whole_number(reserve, "reserve", 1, meaning="the tokens that a decode step covers")
+    every = whole_number(evict_every, "evict_every", 1, meaning="the tokens between evictions")
+    if not isinstance(prefix_cache, bool):
+        raise TypeError(f"prefix_cache must be True or False, got {shown(prefix_cache)}")
+    tokens, steps = columns(prompt=prompt, new_tokens=new_tokens)
+    each = np.maximum(tokens, 1)
+    if chunk is not None:
+        size = whole_number(chunk, "chunk", 1, meaning="the tokens of a prefill step")
+        each = np.minimum(each, size)
+    if prefix_cache:
+        keep = _ceil(max(keep, page), page)
+    move = -(-every // page)
+    first, peak = _prefilled(tokens, each, keep, page, move)
+    # The first decode step may find the frontier several pages behind.
+    wanted = np.maximum(tokens - keep, 0) // page
+    first = np.where(wanted - first >= move, wanted, first)
+    last = tokens + steps - 1
+    grown = -(-(last + ahead) // page) - first
+    moves = last >= (first + move) * page + keep
+    decoding = np.where(moves, move + -(-(keep - 1 + ahead) // page), grown)
+    return np.where(steps > 0, np.maximum(peak, decoding), peak)
+
+
+def _prefilled(tokens: Int64, each: Int64, keep: int, page: int, move: int) -> tuple[Int64, Int64]:
+    """Frontiers (pages) after chunks of ``each`` tokens, and the most window pages till then."""
+    chunks = -(-tokens // each)
+    first, peak = np.zeros_like(tokens), np.zeros_like(tokens)
+    # Where chunks are whole pages, all moves from the first on are alike.
+    alike = (each % page == 0) & (chunks > 1)
+    moved = 0
+    while True:
+        # The chunk before which the frontier moves next.
+        at = -(-((first + move) * page + keep) // each)
+        some = at < chunks
+        if not some.any():
+            break
+        peak = np.where(some, np.maximum(peak, -(-at * each // page) - first), peak)
+        first = np.where(some, (at * each - keep) // page, first)
+        moved += 1
+        if moved == 2:
+            rest = at * each - keep - first * page
+            stride = np.maximum(-(-(move * page - rest) // each), 1)
+            times = np.where(some & alike, np.maximum(chunks - 1 - at, 0) // stride, 0)
+            first = first + times * stride * each // page
+    return first, np.maximum(peak, -(-tokens // page) - first)
+
+
 def _watermarks(
     page: int, committed: Int64, allocated: Int64, reserve: Int64
 ) -> tuple[Int64, Int64, int]:
