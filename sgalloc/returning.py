@@ -108,7 +108,7 @@ def evict_window(
     event = core.quarantine.pending(after)
     core.settle()
     part = window.moving(rows, committed, upto)
-    if not np.count_nonzero(part.leave != part.first):
+    if part.idle:
         return
     owners, ids = window.gained(part)
     # What has left the window is not read, so an event that no stream can wait for holds back

@@ -38,6 +38,11 @@ def test_the_guide_runs() -> None:
     assert len(names["gone"].victims) >= 1, "the guide shows a retraction"  # type: ignore[attr-defined]
 
 
+def test_the_page_on_the_window_runs() -> None:
+    names = run_blocks(ROOT / "docs" / "window.md")
+    assert names["match"].length == 1600  # type: ignore[attr-defined]
+
+
 def test_every_file_that_the_pages_name_is_there() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         text = page.read_text(encoding="utf-8")
