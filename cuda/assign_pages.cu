@@ -123,6 +123,15 @@ static __device__ __forceinline__ void apply_step(const Tables& t, i32 tile, con
         __syncthreads();
     }
     gather_step(t, step, page_ids);
+}
+
+// One launch, a kernel of its own: what the second group needs of registers would slow down all
+// others.
+extern "C" __global__ void assign_both(
+    i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
+    i32 tile, const Step* step) {
+    Tables t = {slots, page_table, row_width, row_pages, page_size, quad_shift};
+    apply_step(t, tile, step);
     side_step(t, step);
 }
 
@@ -168,10 +177,10 @@ constexpr u32 kStaged = 1, kEmpty = 2;
 // steps: a ring of `ring` steps, `stride` bytes apart, mapped. counters: device memory, zero at
 // first: [0] steps applied, [1] blocks done with this replay, [2] what its first block found.
 // applied: mapped, the host reads it.
-extern "C" __global__ void replay_pages(
-    i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
-    i32 tile, const char* steps, i64 stride, u32 ring, u32* counters, volatile u32* applied) {
-    Tables t = {slots, page_table, row_width, row_pages, page_size, quad_shift};
+template <bool both>
+static __device__ __forceinline__ void replay(
+    const Tables& t, i32 tile, const char* steps, i64 stride, u32 ring, u32* counters,
+    volatile u32* applied) {
     __shared__ u32 next, found;
     if (threadIdx.x == 0) {
         next = *static_cast<volatile u32*>(counters);
@@ -193,6 +202,7 @@ extern "C" __global__ void replay_pages(
     bool staged = found == kStaged;
     const Step* step = reinterpret_cast<const Step*>(steps + (serial % ring) * stride);
     if (staged) apply_step(t, tile, step);
+    if (both && staged) side_step(t, step);
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence_system();
@@ -205,4 +215,18 @@ extern "C" __global__ void replay_pages(
             }
         }
     }
+}
+
+extern "C" __global__ void replay_pages(
+    i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
+    i32 tile, const char* steps, i64 stride, u32 ring, u32* counters, volatile u32* applied) {
+    Tables t = {slots, page_table, row_width, row_pages, page_size, quad_shift};
+    replay<false>(t, tile, steps, stride, ring, counters, applied);
+}
+
+extern "C" __global__ void replay_both(
+    i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
+    i32 tile, const char* steps, i64 stride, u32 ring, u32* counters, volatile u32* applied) {
+    Tables t = {slots, page_table, row_width, row_pages, page_size, quad_shift};
+    replay<true>(t, tile, steps, stride, ring, counters, applied);
 }

@@ -36,8 +36,8 @@ def apply(core: Core, plan: Plan, out: Any, after: Any, writer: Writer | None = 
         size = int((plan.stop - plan.start).sum())
         target = core.device.checked_out(out, size)
         gather = Gather(plan.rows, plan.start, plan.stop, size, target, plan.growing)
-    growth = plan.growth
-    if plan.side is not None:
+    growth, part = plan.growth, plan.side
+    if part is not None and not (growth is None and part.idle):
         _apply_both(core, plan, gather, after, device)
     elif growth is None:
         plan.ready = device.write(None, None, gather, after)
@@ -66,9 +66,12 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
     growth = plan.growth
     total = 0 if growth is None else growth.total
     victims = core.victims(total, part.need - part.gain)
-    leaving, leaving_sides = pages_of(victims) if victims else (NO_PAGES, NO_PAGES)
-    owners, back = side.gained(part)
-    returning = np.concatenate((back, leaving_sides)) if victims else back
+    owners, returning = side.gained(part)
+    leaving = NO_PAGES
+    if victims:
+        leaving, leaving_sides = pages_of(victims)
+        returning = np.concatenate((returning, leaving_sides))
+        owners = np.concatenate((owners, np.full(leaving_sides.size, CACHED, np.int64)))
     ids = pool.peek(total, leaving)
     side_ids = side.pool.peek(part.need, returning)
     if growth is not None:
@@ -82,8 +85,7 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
     if victims:
         core.evict(victims, leaving)
     if returning.size:
-        cached = np.full(leaving_sides.size, CACHED, np.int64)
-        side.pool.give(returning, np.concatenate((owners, cached)))
+        side.pool.give(returning, owners)
     if side_ids.size:
         side.pool.take(side_ids, side.takers(part))
     side.applied(part, side_ids)

@@ -85,6 +85,10 @@ class SidePart(Protocol):
     need: int
     gain: int
 
+    @property
+    def idle(self) -> bool:
+        """Whether it changes nothing at all."""
+
     def without(self, leaving: Int64) -> int:
         """Pages that it takes, net, if the rows ``leaving`` were no part of the plan."""
 
@@ -216,6 +220,9 @@ class Plan:
         """Pages that the plan takes, net, per group, if the rows ``leaving`` were no part of it."""
         growth = self.growth
         net = {self.ledger.group: 0}
+        if not leaving.size:
+            gain = self.gain
+            return {group: need - gain[group] for group, need in self.need.items()}
         if growth is not None:
             stays = ~np.isin(growth.rows, leaving)
             net[self.ledger.group] = int(growth.count[stays].sum())

@@ -123,11 +123,11 @@ def evict_window(
     """Move the frontiers of ``rows``, and give back what is below them."""
     event = core.quarantine.pending(after)
     part = window.moving(rows, committed, upto)
-    if core.device.updates:
+    if core.device.updates and not part.idle:
         width = core.ledger.row_pages
-        refuse_unwritten(core.device, rows, part.first, part.leave, width, "")
+        refuse_unwritten(core.device, part.rows, part.first, part.leave, width, "")
     core.settle()
-    if not np.count_nonzero(part.leave != part.first):
+    if part.idle:
         return
     owners, ids = window.gained(part)
     # What has left the window is not read, so an event that no stream can wait for holds back

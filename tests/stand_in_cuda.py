@@ -79,8 +79,8 @@ class Cuda:
 
         def work() -> None:
             self.launches.append(name)
-            if name in ("assign_pages", "assign_mapped"):
-                _assign(name == "assign_mapped", *arguments)
+            if name in ("assign_pages", "assign_mapped", "assign_both"):
+                _assign(name, *arguments)
             elif name == "page_watermarks":
                 _page_watermarks(grid[0], *arguments)
             elif name == "fill_pages_alone":
@@ -123,7 +123,7 @@ def _write_side(step: int, words: Any, width: int, per_row: int, size: int) -> N
 
 
 def _assign(
-    fixed: bool,
+    name: str,
     slots: int,
     _pages: int,
     width: Any,
@@ -134,6 +134,7 @@ def _assign(
     step: int,
 ) -> None:
     assert 1 <= tile <= 1024
+    fixed = name == "assign_mapped"
     words = _view(step, 32, np.int32)
     pages, runs, requests, total, uniform, wide = words[:6].tolist()
     places_at, ids_at, offsets_at, *gathered = words[8:16].tolist()
@@ -152,7 +153,7 @@ def _assign(
     else:
         places = _view(step + places_at, pages, np.int64)
     _write(slots, int(width), int(per_row), int(size), places, ids)
-    if words[22] and not fixed:
+    if words[22] and name == "assign_both":
         _write_side(step, words, int(width), int(per_row), int(size))
     if not total:
         return

@@ -190,42 +190,49 @@ def test_walks_met_everything() -> None:
 
 # -- planted faults ----------------------------------------------------------------------------
 
-SEEDS, FAULT_STEPS = range(16), 200
+SEEDS, FAULT_STEPS = range(48), 200
 FAULT_CONFIGS = (
     Config(9, 2, 4, 12, True, WindowConfig(3, 7)),
     Config(12, 1, 4, 8, True, WindowConfig(1, 12)),
+    Config(12, 4, 3, 32, False, WindowConfig(1, 12, evict_every=8)),
 )
-FRONTIER, PART, WRITE, CUTTING = Window.frontier, Window.part, Window.write, Window.cutting
-GAINED, USABLE, UNMAP, HELD = Window.gained, Window.usable, Quarantine.unmap, Window.held
+MOVING, PART, WRITE, CUTTING = Window.moving, Window.part, Window.write, Window.cutting
+USABLE, UNMAP = Window.usable, Quarantine.unmap
 EVICT = sgalloc.KVAllocator.evict_window
 
 
-def frontier_of_the_tokens_alone(self: Window, rows: Any, committed: Any, upto: Any = None) -> Any:
-    if upto is not None:
-        return FRONTIER(self, rows, committed, upto)
-    pages = np.maximum(committed - self.tokens, 0) // self._ledger.page_size
-    return np.maximum(self.first.take(rows), pages)
+def frontier_of_the_tokens_alone(self: Window, rows: Any, committed: Any, first: Any) -> Any:
+    pages = (committed - self.tokens) // self._ledger.page_size
+    return np.where(self.behind(rows, committed), pages, first)
 
 
-def frontier_rounded_up(self: Window, rows: Any, committed: Any, upto: Any = None) -> Any:
-    if upto is None:
-        return FRONTIER(self, rows, committed)
+def frontier_behind_the_cadence(self: Window, rows: Any, committed: Any) -> Any:
     size = self._ledger.page_size
-    return np.maximum(self.first.take(rows), np.minimum(-(-upto // size), committed // size))
+    return committed >= (self.first.take(rows) + 1) * size + self._keep
 
 
-def frontier_that_falls(self: Window, rows: Any, committed: Any, upto: Any = None) -> Any:
-    if upto is None:
-        return FRONTIER(self, rows, committed)
-    return upto // self._ledger.page_size
+def frontier_rounded_up(self: Window, rows: Any, committed: Any, upto: Any) -> Any:
+    if upto is not None:
+        size = self._ledger.page_size
+        upto = np.minimum(-(-upto // size) * size, committed)
+    return MOVING(self, rows, committed, upto)
 
 
-def cut_page_is_not_taken(self: Window, plan: Any, *args: Any) -> WindowPart:
-    part = PART(self, plan, *args)
-    held = plan.cur // self._ledger.page_size
-    part.begin = np.maximum(part.begin, np.minimum(held, part.end))
-    part.need = int((part.end - part.begin).sum())
-    return part
+def frontier_that_falls(self: Window, rows: Any, committed: Any, upto: Any) -> Any:
+    if upto is not None:
+        pages = upto // self._ledger.page_size
+        self._move(rows, np.minimum(self.first.take(rows), pages))
+    return MOVING(self, rows, committed, upto)
+
+
+def cut_pages_are_forgotten(self: Window, *args: Any) -> WindowPart:
+    self._cut.clear()
+    return PART(self, *args)
+
+
+def a_page_for_each_row(self: Window, part: WindowPart) -> Any:
+    even = part.need == part.rows.size
+    return part.rows if even else part.rows.repeat(part.end - part.begin)
 
 
 def gain_is_not_counted(self: Window, *args: Any) -> WindowPart:
@@ -271,11 +278,15 @@ def nothing_is_taken_over(self: Any, node: Any, matched: int, shared: int, sides
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "frontier_of_the_tokens_alone": lambda: mock.patch.object(
-        Window, "frontier", frontier_of_the_tokens_alone
+        Window, "leaving", frontier_of_the_tokens_alone
     ),
-    "frontier_rounded_up": lambda: mock.patch.object(Window, "frontier", frontier_rounded_up),
-    "frontier_that_falls": lambda: mock.patch.object(Window, "frontier", frontier_that_falls),
-    "cut_page_is_not_taken": lambda: mock.patch.object(Window, "part", cut_page_is_not_taken),
+    "frontier_behind_the_cadence": lambda: mock.patch.object(
+        Window, "behind", frontier_behind_the_cadence
+    ),
+    "frontier_rounded_up": lambda: mock.patch.object(Window, "moving", frontier_rounded_up),
+    "frontier_that_falls": lambda: mock.patch.object(Window, "moving", frontier_that_falls),
+    "cut_pages_are_forgotten": lambda: mock.patch.object(Window, "part", cut_pages_are_forgotten),
+    "a_page_for_each_row": lambda: mock.patch.object(Window, "takers", a_page_for_each_row),
     "gain_is_not_counted": lambda: mock.patch.object(Window, "part", gain_is_not_counted),
     "shared_pages_are_gained": lambda: mock.patch.object(
         WindowPart, "back", shared_pages_are_gained

@@ -72,7 +72,7 @@ class CapturedUpdate:
         pointer = current_stream(self._device) if stream is None else stream_pointer(stream)
         geometry = self._geometry
         tile = geometry.tile_for(self._max_pages)
-        kernel("replay_pages", self._device)(
+        kernel("replay_pages" if self._side == NO_SIDE else "replay_both", self._device)(
             (geometry.blocks(self._max_pages, tile),),
             (THREADS,),
             (

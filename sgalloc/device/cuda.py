@@ -15,6 +15,7 @@ from sgalloc.device.captured import CapturedUpdate
 from sgalloc.device.exported import SideTables
 from sgalloc.device.kernels import THREADS, Geometry, kernel
 from sgalloc.device.layout import (
+    NO_SIDE,
     SMALL_BYTES,
     SMALL_GATHERED,
     SMALL_PAGES,
@@ -176,7 +177,9 @@ class CudaDevice(Batched):
                 self._small = Ring(self._make_small, _SMALL_SLOTS, _SMALL_CAP)
                 self._spare = Spare(self._make_small, _SPARE_SLOTS)
                 self._scan = Scan(self._max_requests)
-                for name in ("page_watermarks", "export_pages", "replay_pages"):
+                names = ["page_watermarks", "export_pages", "assign_pages", "replay_pages"]
+                names += ["assign_both", "replay_both"] if self._side != NO_SIDE else []
+                for name in names:
                     kernel(name, self.index)
             if wanted > self._large_bytes:
                 self._grow_large(wanted)
@@ -188,9 +191,11 @@ class CudaDevice(Batched):
         lay_out_small(slot, self._side)
         if captured:
             stream, graphs = new_stream(), []
-            for gathered in (0, SMALL_GATHERED):
+            kinds = [(0, False), (SMALL_GATHERED, False)]
+            kinds += [(SMALL_GATHERED, True)] if self._side != NO_SIDE else []
+            for gathered, both in kinds:
                 stream.begin_capture(_RELAXED)
-                self._launch_small(slot.ptr, SMALL_PAGES, gathered, stream.ptr)
+                self._launch_small(slot.ptr, SMALL_PAGES, gathered, stream.ptr, both)
                 graphs.append(stream.end_capture())
                 self.launches -= 1
             slot.graphs = tuple(graphs)
@@ -291,10 +296,12 @@ class CudaDevice(Batched):
             else:
                 self._fill_small(slot, pages, ids, gather, uniform, side)
             if slot.graphs and not quiet:
-                self._graph_launch(slot.graphs[not bare].graphExec, stream)
+                kind = 2 if side is not None else gather is not None
+                self._graph_launch(slot.graphs[kind].graphExec, stream)
                 self.launches += 1
             else:
-                self._launch_small(slot.ptr, total, self._work(slots, beside), stream)
+                work = self._work(slots, beside)
+                self._launch_small(slot.ptr, total, work, stream, side is not None)
             return slot
         runs = 0 if pages is None else pages.rows.size
         tile = self.geometry.tile_for(total)
@@ -303,7 +310,7 @@ class CudaDevice(Batched):
         if quiet:
             slot = self._spare.take(size)
             self._fill(slot, pages, ids, gather, uniform, self.row_pages, 0, side, self._side)
-            self._launch_step(slot.ptr, total, work, stream)
+            self._launch_step(slot.ptr, total, work, stream, side is not None)
             return slot
         if total > runs:
             size += 4 * (-(-total // tile) + 1)
@@ -312,17 +319,20 @@ class CudaDevice(Batched):
         slot = self._large.take()
         used = self._fill(slot, pages, ids, gather, uniform, self.row_pages, tile, side, self._side)
         self._send(slot, 0, used, stream)
-        self._launch_step(slot.target, total, work, stream)
+        self._launch_step(slot.target, total, work, stream, side is not None)
         return slot
 
     def _work(self, slots: int, beside: int) -> int:
         """Threads that gather ``slots`` and write ``beside`` pages of the second group."""
         return max(slots, beside * max(1, self._page_size // 4))
 
-    def _launch_small(self, source: int, pages: int, slots: int, stream: int) -> None:
+    def _launch_small(
+        self, source: int, pages: int, slots: int, stream: int, both: bool = False
+    ) -> None:
         """Launch on a small slot, which is read in place."""
         tile = self.geometry.mapped_tile
-        kernel("assign_pages" if slots else "assign_mapped", self.index)(
+        plain = "assign_pages" if slots else "assign_mapped"
+        kernel("assign_both" if both else plain, self.index)(
             (self.geometry.blocks(pages, tile, slots),),
             (THREADS,),
             (*self.geometry.arguments, np.int32(tile), source),
@@ -331,9 +341,11 @@ class CudaDevice(Batched):
         )
         self.launches += 1
 
-    def _launch_step(self, source: int, pages: int, slots: int, stream: int) -> None:
+    def _launch_step(
+        self, source: int, pages: int, slots: int, stream: int, both: bool = False
+    ) -> None:
         tile = self.geometry.tile_for(pages)
-        kernel("assign_pages", self.index)(
+        kernel("assign_both" if both else "assign_pages", self.index)(
             (self.geometry.blocks(pages, tile, slots),),
             (THREADS,),
             (*self.geometry.arguments, np.int32(tile), source),

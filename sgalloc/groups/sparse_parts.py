@@ -59,6 +59,13 @@ class DevicePart:
         self.dense = dense
         self.need = 0 if target is held else int((target - held).sum())
 
+    @property
+    def idle(self) -> bool:
+        """Whether it changes nothing at all."""
+        shown = self.shown
+        moved = (shown.first != shown.new_first) | (shown.stop != shown.new_stop)
+        return not (self.need or self.dense is not None or np.count_nonzero(moved))
+
     def without(self, leaving: Int64) -> int:
         """Pages that it takes if the rows ``leaving`` were no part of the plan."""
         return int((self.target - self.held)[~np.isin(self.rows, leaving)].sum())
@@ -82,6 +89,11 @@ class MovingPart:
         self.rows = rows
         self.stop = stop
         self.covered = covered
+
+    @property
+    def idle(self) -> bool:
+        """Whether it changes nothing at all."""
+        return not self.rows.size
 
     def without(self, leaving: Int64) -> int:
         """No pages."""

@@ -12,7 +12,7 @@ from sgalloc.groups import NO_PAGES, Cut
 from sgalloc.inputs import Int64, whole_number
 from sgalloc.ledger import NO_ROWS, Ledger, spread
 from sgalloc.pages import Int32, PagePool
-from sgalloc.plan import Plan, SideWrite
+from sgalloc.plan import Plan, Segments, SideWrite
 
 _MOST = (1 << 31) - 1
 
@@ -43,27 +43,40 @@ class SlidingWindow:
 
 
 class WindowPart:
-    """What a plan does in the window group.
+    """What a plan does in the window group, for the rows in which it does anything.
 
     A row holds the window pages of its page numbers ``[first, stop)``. Afterwards it holds
     ``[leave, end)``: what is below ``leave`` reads 0, what is from `begin` on is new.
 
     Attributes:
-        rows: int64 ``(n,)``, those of the plan.
+        rows: int64 ``(n,)``.
         first, stop: now, pages, int64 ``(n,)``.
         leave, end: afterwards, pages, int64 ``(n,)``.
         begin: first new page, int64 ``(n,)``.
+        fresh: flat places of the new pages, ``row * row_pages + number``, int64 ``(need,)``.
         own: first page that the row does not share, at least ``first``, int64 ``(n,)``.
         need: new pages.
         gain: pages that go back first.
+        moves: whether a frontier moves.
+        idle: whether it changes nothing at all.
     """
 
     group = "window"
 
-    __slots__ = ("begin", "end", "first", "gain", "leave", "need", "own", "rows", "stop")
+    __slots__ = (
+        "begin", "end", "first", "fresh", "gain", "idle", "leave", "moves", "need", "own",
+        "rows", "stop",
+    )  # fmt: skip
 
     def __init__(
-        self, rows: Int64, first: Int64, stop: Int64, leave: Int64, end: Int64, shared: Int64
+        self,
+        rows: Int64,
+        first: Int64,
+        stop: Int64,
+        leave: Int64,
+        end: Int64,
+        shared: Int64,
+        per_row: Int64,
     ) -> None:
         self.rows = rows
         self.first = first
@@ -72,8 +85,29 @@ class WindowPart:
         self.end = end
         self.begin = np.maximum(stop, leave)
         self.own = np.maximum(first, shared)
-        self.need = int((self.end - self.begin).sum())
-        self.gain = int(self.back().sum())
+        self.fresh = spread(rows * per_row + self.begin, end - self.begin)
+        self.need = self.fresh.size
+        self.moves = bool(np.count_nonzero(leave != first))
+        self.gain = int(self.back().sum()) if self.moves else 0
+        self.idle = not (self.need or self.moves)
+
+    @classmethod
+    def along(cls, growth: Segments, first: Int64) -> WindowPart:
+        """The part of a plan that takes a window page with each page of ``growth``.
+
+        Args:
+            growth: what it takes in the main group.
+            first: the frontiers of these rows, pages, int64.
+        """
+        part = cls.__new__(cls)
+        part.rows = growth.rows
+        part.first = part.leave = part.own = first
+        part.stop = part.begin = growth.first
+        part.end = growth.first + growth.count
+        part.fresh = growth.where
+        part.need, part.gain = growth.total, 0
+        part.moves = part.idle = False
+        return part
 
     def back(self) -> Int64:
         """Pages that each row gives back, int64 ``(n,)``."""
@@ -86,6 +120,9 @@ class WindowPart:
         return int(((self.end - self.begin) - self.back())[stays].sum())
 
 
+_IDLE = WindowPart(NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS)
+
+
 class Window:
     """The group ``window``: which window pages each row holds.
 
@@ -96,6 +133,7 @@ class Window:
         first: the frontier of each row, pages, int64 ``(max_requests + 1,)``.
         stop: one past the last window page of each row, int64; below A only where a trim went
             below the frontier and cut a page.
+        due: C from which on the frontier of each row moves by itself, tokens, int64.
         pages: window page ids of each row by page number, int32
             ``(max_requests + 1, row_pages)``; stale outside ``[first, stop)``.
     """
@@ -113,7 +151,10 @@ class Window:
         size = ledger.page_size
         # A prefix that others may share ends on a page edge, and needs a whole window below it.
         self._keep = -(-max(self.tokens, size) // size) * size if prefix_cache else self.tokens
-        self._every = settings.evict_every
+        self._lag = -(-settings.evict_every // size) * size + self._keep
+        self.due: Int64 = np.full(rows, self._lag, np.int64)
+        # Rows whose last page a trim has cut: their window pages do not reach to A.
+        self._cut: set[int] = set()
 
     # -- plans -----------------------------------------------------------------------------
 
@@ -128,40 +169,65 @@ class Window:
         """
         if main_only:
             raise _not_sparse()
-        rows = plan.rows
+        ledger, growth = self._ledger, plan.growth
+        rows, start, upto, nxt = plan.rows, plan.start, plan.stop, plan.nxt
+        if tail is None:
+            moving = self.behind(rows, start) if evict else None
+            if moving is not None and not np.count_nonzero(moving):
+                moving = None
+            if moving is None and not self._cut:
+                if growth is None:
+                    return _IDLE
+                return WindowPart.along(growth, self.first.take(growth.rows))
+            some = np.zeros(rows.size, bool) if moving is None else moving
+            some[plan.growing] = True
+            if self._cut:
+                some |= (self.stop.take(rows) != plan.cur // ledger.per_page) & (upto > start)
+            at = some.nonzero()[0]
+            rows, start, upto, nxt = rows[at], start[at], upto[at], nxt[at]
         first, stop = self.first.take(rows), self.stop.take(rows)
-        per_page = self._ledger.per_page
         # A page that a trim cut is taken afresh by the next token.
-        end = np.where(plan.stop > plan.start, plan.nxt // per_page, stop)
+        end = np.where(upto > start, nxt // ledger.per_page, stop)
         if tail is not None:
             leave = self._tail(plan, first, stop, tail)
         elif evict:
-            leave = self.frontier(rows, plan.start)
+            leave = self.leaving(rows, start, first)
         else:
             leave = first
-        return WindowPart(rows, first, stop, leave, end, self._ledger.shared.take(rows))
+        shared = ledger.shared.take(rows)
+        return WindowPart(rows, first, stop, leave, end, shared, ledger.per_row)
 
-    def frontier(self, rows: Int64, committed: Int64, upto: Int64 | None = None) -> Int64:
-        """Where the frontier of ``rows`` would go, pages, int64 ``(n,)``; it never falls.
+    def behind(self, rows: Int64, committed: Int64) -> NDArray[np.bool_]:
+        """Which of ``rows`` have a frontier that moves by itself at these C, bool ``(n,)``."""
+        behind: NDArray[np.bool_] = committed >= self.due.take(rows)
+        return behind
+
+    def leaving(self, rows: Int64, committed: Int64, first: Int64) -> Int64:
+        """Where the frontiers of ``rows``, now at ``first``, go by themselves, pages, int64."""
+        moved = (committed - self._keep) // self._ledger.per_page
+        return np.where(self.behind(rows, committed), moved, first)
+
+    def moving(self, rows: Int64, committed: Int64, upto: Int64 | None) -> WindowPart:
+        """A part that moves frontiers and takes nothing; they never fall.
 
         Args:
             rows: int64 ``(n,)``.
             committed: C, tokens, int64 ``(n,)``.
             upto: tokens below which all may go, at most C; None for what left the window.
         """
-        first, size = self.first.take(rows), self._ledger.page_size
-        if upto is not None:
-            return np.maximum(first, upto // size)
-        wanted = np.maximum(committed - self._keep, 0) // size
-        return np.where((wanted - first) * size >= self._every, np.maximum(wanted, first), first)
-
-    def moving(self, rows: Int64, committed: Int64, upto: Int64 | None) -> WindowPart:
-        """A part that moves frontiers and takes nothing."""
+        ledger = self._ledger
+        if upto is None:
+            at = self.behind(rows, committed).nonzero()[0]
+        else:
+            pages = upto // ledger.page_size
+            at = (pages > self.first.take(rows)).nonzero()[0]
+        if not at.size:
+            return _IDLE
+        rows = rows[at]
         first, stop = self.first.take(rows), self.stop.take(rows)
-        leave = self.frontier(rows, committed, upto)
-        return WindowPart(
-            rows, first, stop, leave, np.maximum(stop, leave), self._ledger.shared.take(rows)
-        )
+        leave = self.leaving(rows, committed[at], first) if upto is None else pages[at]
+        end, shared = np.maximum(stop, leave), ledger.shared.take(rows)
+        return WindowPart(rows, first, stop, leave, end, shared, ledger.per_row)
 
     def need_for(
         self, lengths: Int64, matched: Int64, tail: int | Int64 | None, main_only: bool
@@ -186,7 +252,8 @@ class Window:
         if tail is not None:
             self._check_tail(rows, plan.start, plan.stop, tail, shared > 0)
             leave = np.maximum((plan.stop - tail) // self._ledger.page_size, first)
-        return WindowPart(rows, first, stop, leave, plan.nxt // self._ledger.per_page, shared)
+        end = plan.nxt // self._ledger.per_page
+        return WindowPart(rows, first, stop, leave, end, shared, self._ledger.per_row)
 
     def _tail(self, plan: Plan, first: Int64, stop: Int64, tail: int | Int64) -> Int64:
         holds = (stop > first).nonzero()[0]
@@ -233,32 +300,43 @@ class Window:
 
     def write(self, part: WindowPart, ids: Int32) -> SideWrite | None:
         """What the device has to write for ``part``, whose new pages are ``ids``."""
-        ledger, rows = self._ledger, part.rows
+        if part.idle:
+            return None
+        ledger, places = self._ledger, part.fresh
+        if not part.moves:
+            mains = ledger.pages_flat.take(places) if self.mapped else np.zeros_like(ids)
+            return SideWrite(places, ids, mains)
+        rows = part.rows
         base = rows * ledger.per_row
         gone = part.leave - part.first
         cleared = spread(base + part.first, gone)
-        fresh = spread(base + part.begin, part.end - part.begin)
-        if not cleared.size and not fresh.size:
-            return None
-        places = np.concatenate((cleared, fresh)) if cleared.size else fresh
-        new_ids = np.concatenate((np.zeros(cleared.size, np.int32), ids)) if cleared.size else ids
+        places = np.concatenate((cleared, places))
+        new_ids = np.concatenate((np.zeros(cleared.size, np.int32), ids))
         if not self.mapped:
             return SideWrite(places, new_ids, np.zeros(places.size, np.int32))
         mains = ledger.pages_flat.take(places)
-        if cleared.size:
-            # What the prefix cache holds keeps its window page, and its place in the map.
-            number = cleared - base.repeat(gone)
-            mains[: cleared.size][number < ledger.shared.take(rows).repeat(gone)] = 0
+        # What the prefix cache holds keeps its window page, and its place in the map.
+        number = cleared - base.repeat(gone)
+        mains[: cleared.size][number < ledger.shared.take(rows).repeat(gone)] = 0
         return SideWrite(places, new_ids, mains)
 
     def applied(self, part: WindowPart, ids: Int32) -> None:
         """Note that ``part`` was done with ``ids``."""
+        if part.idle:
+            return
         rows = part.rows
-        self.pages_flat[spread(rows * self._ledger.per_row + part.begin, part.end - part.begin)] = (
-            ids
-        )
-        self.first[rows] = part.leave
+        if ids.size:
+            self.pages_flat[part.fresh] = ids
         self.stop[rows] = part.end
+        if part.moves:
+            self._move(rows, part.leave)
+        if self._cut:
+            self._cut.difference_update(rows[part.end > part.stop].tolist())
+
+    def _move(self, rows: Int64, first: Int64) -> None:
+        """Let the frontiers of ``rows`` be at ``first``, pages."""
+        self.first[rows] = first
+        self.due[rows] = first * self._ledger.per_page + self._lag
 
     # -- giving back -----------------------------------------------------------------------
 
@@ -281,12 +359,19 @@ class Window:
 
     def cut(self, rows: Int64, cut: Cut) -> None:
         """Note that ``cut``, of these ``rows``, was done."""
-        self.first[rows], self.stop[rows] = cut.marks
+        first, stop = cut.marks
+        self._move(rows, first)
+        self.stop[rows] = stop
+        self._cut.difference_update(rows.tolist())
+        self._cut.update(rows[stop < self._ledger.page_counts(rows)].tolist())
 
     def close(self, rows: Int64) -> None:
         """Forget what ``rows`` held."""
         self.first[rows] = 0
         self.stop[rows] = 0
+        self.due[rows] = self._lag
+        if self._cut:
+            self._cut.difference_update(rows.tolist())
 
     # -- sharing ---------------------------------------------------------------------------
 
@@ -294,7 +379,7 @@ class Window:
         """Let a fresh ``row`` begin with cached pages; their window pages are ``sides``, or 0."""
         first = _live_from(sides)
         self.pages[row, : sides.size] = sides
-        self.first[row] = first
+        self._move(np.array([row]), np.array([first]))
         self.stop[row] = sides.size
 
     def readable(self, sides: Int32) -> Int32:

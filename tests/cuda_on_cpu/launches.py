@@ -53,7 +53,11 @@ def assign(
         step, out = step_of(table, growths, ids, runs=runs, **how_told, rng=rng)
     slots = expect_growth(table, growths, ids)
     stats = emulator.launch(
-        "assign_pages", grid, threads, [*table.arguments, np.int32(tile), step], **how
+        "assign_pages" if side is None else "assign_both",
+        grid,
+        threads,
+        [*table.arguments, np.int32(tile), step],
+        **how,
     )
     table.check()
     np.testing.assert_array_equal(out.data, slots)
@@ -260,6 +264,7 @@ class Replays:
         self.counters = Buffer(np.array([before, 0, 0], np.uint32), writable=True)
         self.applied = Buffer(np.array([before], np.uint32), writable=True)
         self.staged = before
+        self.kernel = "replay_pages"
 
     def stage(
         self,
@@ -276,6 +281,7 @@ class Replays:
         told: dict[str, Any] = {"runs": runs, "serial": self.staged % 2**32, "side": side}
         step, _ = step_of(self.table, growths, ids, **told, rng=rng)
         if side is not None:
+            self.kernel = "replay_both"
             self.steps.links |= {at + offset: to for offset, to in side[0].links.items()}
         assert step.data.size <= self.stride
         self.steps.data[at : at + step.data.size] = step.data
@@ -286,7 +292,7 @@ class Replays:
     ) -> Stats:
         """One launch of the graph's kernel."""
         return emulator.launch(
-            "replay_pages",
+            self.kernel,
             grid,
             threads,
             [

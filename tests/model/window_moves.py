@@ -11,11 +11,12 @@ def move_evict(pair: Pair, choose: Chooser) -> None:
     if pair.config.window is None:
         return
     handles, uptos = choose.some(list(pair.handles)), None
-    if choose.flag(2):
-        uptos = []
+    if choose.number(0, 2):
+        uptos, all_of_it = [], choose.flag(2)
         for handle in handles:
             committed = pair.ref.requests[pair.handles[handle]].committed
-            uptos.append(choose.number(0, committed) + choose.flag(20) * (committed + 1))
+            upto = committed if all_of_it else choose.number(0, committed)
+            uptos.append(upto + choose.flag(20) * (committed + 1))
     shaping, counting, after = shape(pair, choose), amounts(choose), event(pair, choose)
     did = pair.both(
         f"evict_window {handles} {uptos} {after}",
