@@ -55,6 +55,7 @@ class WindowPart:
         begin: first new page, int64 ``(n,)``.
         fresh: flat places of the new pages, ``row * row_pages + number``, int64 ``(need,)``.
         own: first page that the row does not share, at least ``first``, int64 ``(n,)``.
+        back: pages that each row gives back first, int64 ``(n,)``; None for none at all.
         need: new pages.
         gain: pages that go back first.
         moves: whether a frontier moves.
@@ -64,7 +65,7 @@ class WindowPart:
     group = "window"
 
     __slots__ = (
-        "begin", "end", "first", "fresh", "gain", "idle", "leave", "moves", "need", "own",
+        "back", "begin", "end", "first", "fresh", "gain", "idle", "leave", "moves", "need", "own",
         "rows", "stop",
     )  # fmt: skip
 
@@ -74,21 +75,33 @@ class WindowPart:
         first: Int64,
         stop: Int64,
         leave: Int64,
-        end: Int64,
+        end: Int64 | None,
         shared: Int64,
         per_row: Int64,
     ) -> None:
+        """As the attributes, and for each row:
+
+        Args:
+            end: None where no page is taken.
+            shared: pages that it shares with the prefix cache, int64 ``(n,)``.
+            per_row: pages in a row.
+        """
         self.rows = rows
         self.first = first
         self.stop = stop
         self.leave = leave
-        self.end = end
         self.begin = np.maximum(stop, leave)
         self.own = np.maximum(first, shared)
-        self.fresh = spread(rows * per_row + self.begin, end - self.begin)
+        self.end, self.fresh = self.begin, NO_ROWS
+        if end is not None:
+            self.end, self.fresh = end, spread(rows * per_row + self.begin, end - self.begin)
         self.need = self.fresh.size
         self.moves = bool(np.count_nonzero(leave != first))
-        self.gain = int(self.back().sum()) if self.moves else 0
+        self.back: Int64 | None = None
+        self.gain = 0
+        if self.moves:
+            self.back = np.maximum(np.minimum(leave, stop) - self.own, 0)
+            self.gain = int(self.back.sum())
         self.idle = not (self.need or self.moves)
 
     @classmethod
@@ -107,17 +120,16 @@ class WindowPart:
         part.fresh = growth.where
         part.need, part.gain = growth.total, 0
         part.moves = part.idle = False
+        part.back = None
         return part
-
-    def back(self) -> Int64:
-        """Pages that each row gives back, int64 ``(n,)``."""
-        back: Int64 = np.maximum(np.minimum(self.leave, self.stop) - self.own, 0)
-        return back
 
     def without(self, leaving: Int64) -> int:
         """Pages that it takes, net, if the rows ``leaving`` were no part of the plan."""
         stays = ~np.isin(self.rows, leaving)
-        return int(((self.end - self.begin) - self.back())[stays].sum())
+        net = self.end - self.begin
+        if self.back is not None:
+            net -= self.back
+        return int(net[stays].sum())
 
 
 _IDLE = WindowPart(NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS)
@@ -226,8 +238,7 @@ class Window:
         rows = rows[at]
         first, stop = self.first.take(rows), self.stop.take(rows)
         leave = self.leaving(rows, committed[at], first) if upto is None else pages[at]
-        end, shared = np.maximum(stop, leave), ledger.shared.take(rows)
-        return WindowPart(rows, first, stop, leave, end, shared, ledger.per_row)
+        return WindowPart(rows, first, stop, leave, None, ledger.shared.take(rows), ledger.per_row)
 
     def _tail(self, plan: Plan, first: Int64, stop: Int64, tail: int | Int64) -> Int64:
         holds = (stop > first).nonzero()[0]
@@ -258,9 +269,9 @@ class Window:
 
     def gained(self, part: WindowPart) -> tuple[Int64, Int32]:
         """Rows and ids of the pages that ``part`` gives back first."""
-        if not part.gain:
+        if part.back is None or not part.gain:
             return NO_ROWS, NO_PAGES
-        return self._range(part.rows, part.own, part.own + part.back())
+        return self._range(part.rows, part.own, part.own + part.back)
 
     def takers(self, part: WindowPart) -> Int64:
         """The row of each page that ``part`` takes, int64."""
