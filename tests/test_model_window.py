@@ -226,7 +226,7 @@ def frontier_that_falls(self: Window, rows: Any, committed: Any, upto: Any) -> A
 
 
 def cut_pages_are_forgotten(self: Window, *args: Any) -> WindowPart:
-    self._cut.clear()
+    self.cut_rows.clear()
     return PART(self, *args)
 
 

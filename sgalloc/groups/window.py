@@ -146,6 +146,8 @@ class Window:
         stop: one past the last window page of each row, int64; below A only where a trim went
             below the frontier and cut a page.
         due: C from which on the frontier of each row moves by itself, tokens, int64.
+        lag: tokens by which C is then past the frontier.
+        cut_rows: rows whose last page a trim has cut: their window pages do not reach to A.
         pages: window page ids of each row by page number, int32
             ``(max_requests + 1, row_pages)``; stale outside ``[first, stop)``.
     """
@@ -163,10 +165,9 @@ class Window:
         size = ledger.page_size
         # A prefix that others may share ends on a page edge, and needs a whole window below it.
         self._keep = -(-max(self.tokens, size) // size) * size if prefix_cache else self.tokens
-        self._lag = -(-settings.evict_every // size) * size + self._keep
-        self.due: Int64 = np.full(rows, self._lag, np.int64)
-        # Rows whose last page a trim has cut: their window pages do not reach to A.
-        self._cut: set[int] = set()
+        self.lag = -(-settings.evict_every // size) * size + self._keep
+        self.due: Int64 = np.full(rows, self.lag, np.int64)
+        self.cut_rows: set[int] = set()
 
     # -- plans -----------------------------------------------------------------------------
 
@@ -187,13 +188,13 @@ class Window:
             moving = self.behind(rows, start) if evict else None
             if moving is not None and not np.count_nonzero(moving):
                 moving = None
-            if moving is None and not self._cut:
+            if moving is None and not self.cut_rows:
                 if growth is None:
                     return _IDLE
                 return WindowPart.along(growth, self.first.take(growth.rows))
             some = np.zeros(rows.size, bool) if moving is None else moving
             some[plan.growing] = True
-            if self._cut:
+            if self.cut_rows:
                 some |= (self.stop.take(rows) != plan.cur // ledger.per_page) & (upto > start)
             at = some.nonzero()[0]
             rows, start, upto, nxt = rows[at], start[at], upto[at], nxt[at]
@@ -309,14 +310,14 @@ class Window:
         self.stop[rows] = part.end
         if part.moves:
             self._move(rows, part.leave)
-        if self._cut:
-            self._cut.difference_update(rows[part.end > part.stop].tolist())
+        if self.cut_rows:
+            self.cut_rows.difference_update(rows[part.end > part.stop].tolist())
         return True
 
     def _move(self, rows: Int64, first: Int64) -> None:
         """Let the frontiers of ``rows`` be at ``first``, pages."""
         self.first[rows] = first
-        self.due[rows] = first * self._ledger.per_page + self._lag
+        self.due[rows] = first * self._ledger.per_page + self.lag
 
     # -- giving back -----------------------------------------------------------------------
 
@@ -342,16 +343,16 @@ class Window:
         first, stop = cut.marks
         self._move(rows, first)
         self.stop[rows] = stop
-        self._cut.difference_update(rows.tolist())
-        self._cut.update(rows[stop < self._ledger.page_counts(rows)].tolist())
+        self.cut_rows.difference_update(rows.tolist())
+        self.cut_rows.update(rows[stop < self._ledger.page_counts(rows)].tolist())
 
     def close(self, rows: Int64) -> None:
         """Forget what ``rows`` held."""
         self.first[rows] = 0
         self.stop[rows] = 0
-        self.due[rows] = self._lag
-        if self._cut:
-            self._cut.difference_update(rows.tolist())
+        self.due[rows] = self.lag
+        if self.cut_rows:
+            self.cut_rows.difference_update(rows.tolist())
 
     # -- sharing ---------------------------------------------------------------------------
 
