@@ -147,12 +147,12 @@ DOUBLE: dict[str, tuple[Callable[[Sound], Any], Callable[[Sound], int], tuple[st
         (CACHE, NOBODY),
     ),
     "quarantine and row": (
-        lambda s: s.entry.pages.__setitem__(0, s.own_a[0]),
+        lambda s: s.entry.what.ids.__setitem__(0, s.own_a[0]),
         lambda s: s.own_a[0],
         (QUARANTINE, "row {a}"),
     ),
     "quarantine twice": (
-        lambda s: s.entry.pages.__setitem__(0, s.waiting[1]),
+        lambda s: s.entry.what.ids.__setitem__(0, s.waiting[1]),
         lambda s: s.waiting[1],
         (QUARANTINE, QUARANTINE),
     ),
@@ -198,7 +198,7 @@ WRONG: dict[str, tuple[Callable[[Sound], Any], Callable[[Sound], tuple[str, ...]
     ),
     "a page that the quarantine lost": (
         lambda s: s.alloc._core.quarantine.entries.__setitem__(
-            0, s.entry._replace(pages=s.entry.pages[1:])
+            0, s.entry._replace(what=s.entry.what._replace(ids=s.entry.what.ids[1:]))
         ),
         lambda s: (f"page {s.waiting[0]}", "lost"),
     ),
@@ -316,7 +316,7 @@ def test_a_wrong_count(kind: str) -> None:
 def test_a_row_in_two_places(row: str) -> None:
     s = sound()
     stack = s.ledger._row_stack
-    stack[0] = {"open": s.a, "waiting": s.entry.rows[0], "twice": stack[1]}[row]
+    stack[0] = {"open": s.a, "waiting": s.entry.what.rows[0], "twice": stack[1]}[row]
     assert_found(s, f"row {stack[0]}")
 
 
