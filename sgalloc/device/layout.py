@@ -58,7 +58,7 @@ _SMALL_SIDE_PLACES = _SMALL_GATHER // 2 + 2 * SMALL_GATHERED
 _SMALL_SIDE_IDS = 2 * _SMALL_SIDE_PLACES + 2 * SMALL_SIDE
 
 
-def lay_out_small(slot: Block, side: SideAddresses) -> None:
+def lay_out_small(slot: Block, side: SideAddresses = NO_SIDE) -> None:
     """Note the fixed places of the arrays in the header."""
     words = slot.words
     words[PLACES_AT] = 8 * _SMALL_PLACES
