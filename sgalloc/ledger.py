@@ -430,6 +430,8 @@ def spread(starts: Int64, count: Int64) -> Int64:
     """``[starts[i], starts[i] + count[i])`` of every i, one after the other, int64."""
     ends = count.cumsum()
     total = int(ends[-1]) if ends.size else 0
+    if total == starts.size and count.all():
+        return starts
     where: Int64 = (starts - ends + count).repeat(count)
     where += np.arange(total)
     return where

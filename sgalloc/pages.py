@@ -97,6 +97,8 @@ class PagePool:
         Raises:
             NotHeld: an id is out of range, named twice, or held by another; nothing changed.
         """
+        if not ids.size:
+            return
         self.holder[self._verified(ids, holder)] = FREE
         self._stack[self.free : self.free + ids.size] = ids[::-1]
         self.free += ids.size

@@ -26,12 +26,16 @@ def check_window(ledger: Ledger, window: Window, tree: RadixTree | None) -> None
     rows = ledger.live()
     first, stop = window.first.take(rows), window.stop.take(rows)
     pages, committed = ledger.page_counts(rows), ledger.committed.take(rows)
+    cut = np.isin(rows, list(window.cut_rows))
+    due = first * ledger.page_size + window.lag
     for broken, law in (
         ((first < 0) | (first > stop), "0 <= frontier <= end of the window pages"),
         (stop > pages, "window pages lie below A"),
         (first * ledger.page_size > ledger.allocated.take(rows), "frontier <= A"),
         # A page that a trim cut below the frontier is taken afresh by the next growth.
-        (stop < pages - 1, "window pages reach to A"),
+        (stop < pages - cut, "window pages reach to A"),
+        (cut & (stop == pages), "a row has a cut page that is said to"),
+        (window.due.take(rows) != due, "the next move of the frontier is known"),
     ):
         at = broken.nonzero()[0]
         if at.size:

@@ -98,7 +98,9 @@ def test_every_source_is_known_to_the_host() -> None:
     assert kernels_of(*SOURCES) == {
         "assign_pages",
         "assign_mapped",
+        "assign_both",
         "replay_pages",
+        "replay_both",
         "page_watermarks",
         "export_pages",
     }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu.emulator import Buffer, Emulator, kernels
 from cuda_on_cpu.launches import Replays, assign
-from cuda_on_cpu.sides import Side, SidePage, some_pages, some_side
+from cuda_on_cpu.sides import ASSIGN, Side, SidePage, some_pages, some_side
 from cuda_on_cpu.steps import FIXED_PAGES
 from cuda_on_cpu.tables import (
     PAGE_SIZES,
@@ -229,7 +229,7 @@ def test_the_host_lays_side_pages_out_as_the_kernel_reads_them(
             assert block.longs[[9, 10]].tolist() == [1, 2]
             expect_growth(table, growths, ids)
             step = Buffer(memory[:used].copy(), links=side.links)
-            cpu.launch("assign_pages", 3, 64, [*table.arguments, np.int32(4), step])
+            cpu.launch(ASSIGN, 3, 64, [*table.arguments, np.int32(4), step])
             table.check()
             side.expect(pages)
             side.check()

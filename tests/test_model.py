@@ -102,6 +102,28 @@ def illegal_calls(pair: Pair, choose: Chooser) -> list[tuple[str, Callable[[], A
         ("fits after twice", lambda: real.fits([1], after_releasing=twice)),
         ("release, tokens of two", lambda: real.release([handle], tokens=[[1], [1]])),
     ]
+    if pair.config.window is None:
+        calls += [
+            ("evict without a window", lambda: real.evict_window(handle)),
+            ("plan an eviction without", lambda: real.plan(decode=(handle, 1), evict_window=True)),
+            ("a tail without a window", lambda: real.extend(handle, committed, window_tail=0)),
+            ("frontier without a window", lambda: real.frontier(handle)),
+        ]
+    else:
+        calls += [
+            ("evict above C", lambda: real.evict_window(handle, upto=committed + 1)),
+            (f"evict {nobody!r}", lambda: real.evict_window([handle, nobody])),
+            (f"evict to {number!r}", lambda: real.evict_window([handle], upto=[number])),
+            ("evict twice", lambda: real.evict_window(twice)),
+            ("evict of two lengths", lambda: real.evict_window([handle], upto=[0, 0])),
+            ("evict after nothing", lambda: real.evict_window(handle, after="later")),
+            ("a tail too long", lambda: real.extend(handle, committed, window_tail=1)),
+            (
+                f"a tail of {number!r}",
+                lambda: real.extend([handle], committed, window_tail=[number]),
+            ),
+            (f"frontier of {nobody!r}", lambda: real.frontier(nobody)),
+        ]
     if size > 1:
         calls.append(("pages inside a page", lambda: real.pages(handle, 1, max(extent, 1))))
     if not pair.config.prefix_cache:

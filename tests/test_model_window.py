@@ -197,7 +197,7 @@ FAULT_CONFIGS = (
     Config(12, 4, 3, 32, False, WindowConfig(1, 12, evict_every=8)),
 )
 MOVING, PART, WRITE, CUTTING = Window.moving, Window.part, Window.write, Window.cutting
-USABLE, UNMAP = Window.usable, Quarantine.unmap
+USABLE, UNMAP, INIT = Window.usable, Quarantine.unmap, WindowPart.__init__
 EVICT = sgalloc.KVAllocator.evict_window
 
 
@@ -226,7 +226,7 @@ def frontier_that_falls(self: Window, rows: Any, committed: Any, upto: Any) -> A
 
 
 def cut_pages_are_forgotten(self: Window, *args: Any) -> WindowPart:
-    self._cut.clear()
+    self.cut_rows.clear()
     return PART(self, *args)
 
 
@@ -241,8 +241,10 @@ def gain_is_not_counted(self: Window, *args: Any) -> WindowPart:
     return part
 
 
-def shared_pages_are_gained(self: WindowPart) -> Any:
-    return np.maximum(np.minimum(self.leave, self.stop) - self.first, 0)
+def shared_pages_are_gained(
+    self: WindowPart, rows: Any, first: Any, stop: Any, leave: Any, end: Any, shared: Any, per: Any
+) -> None:
+    INIT(self, rows, first, stop, leave, end, np.zeros_like(shared), per)
 
 
 def map_is_not_cleared(self: Window, part: WindowPart, ids: Any) -> SideWrite | None:
@@ -289,7 +291,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "a_page_for_each_row": lambda: mock.patch.object(Window, "takers", a_page_for_each_row),
     "gain_is_not_counted": lambda: mock.patch.object(Window, "part", gain_is_not_counted),
     "shared_pages_are_gained": lambda: mock.patch.object(
-        WindowPart, "back", shared_pages_are_gained
+        WindowPart, "__init__", shared_pages_are_gained
     ),
     "map_is_not_cleared": lambda: mock.patch.object(Window, "write", map_is_not_cleared),
     "table_is_not_cleared": lambda: mock.patch.object(Window, "write", table_is_not_cleared),

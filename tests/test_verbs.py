@@ -32,6 +32,7 @@ def test_signatures() -> None:
         "slots": "x, start, stop, out=None",
         "pages": "handle, start=0, stop=None",
         "plan": "extend=None, decode=None, reserve=None, evict_window=False, logical_only=False",
+        "frontier": "x",
         "apply": "plan, out=None, after=None",
         "fits": "plan_or_lengths, after_releasing=(), counting_cache=True",
         "available": "group='full', counting_cache=False",

@@ -55,6 +55,7 @@ class WindowPart:
         begin: first new page, int64 ``(n,)``.
         fresh: flat places of the new pages, ``row * row_pages + number``, int64 ``(need,)``.
         own: first page that the row does not share, at least ``first``, int64 ``(n,)``.
+        back: pages that each row gives back first, int64 ``(n,)``; None for none at all.
         need: new pages.
         gain: pages that go back first.
         moves: whether a frontier moves.
@@ -64,7 +65,7 @@ class WindowPart:
     group = "window"
 
     __slots__ = (
-        "begin", "end", "first", "fresh", "gain", "idle", "leave", "moves", "need", "own",
+        "back", "begin", "end", "first", "fresh", "gain", "idle", "leave", "moves", "need", "own",
         "rows", "stop",
     )  # fmt: skip
 
@@ -74,21 +75,33 @@ class WindowPart:
         first: Int64,
         stop: Int64,
         leave: Int64,
-        end: Int64,
+        end: Int64 | None,
         shared: Int64,
         per_row: Int64,
     ) -> None:
+        """As the attributes, and for each row:
+
+        Args:
+            end: None where no page is taken.
+            shared: pages that it shares with the prefix cache, int64 ``(n,)``.
+            per_row: pages in a row.
+        """
         self.rows = rows
         self.first = first
         self.stop = stop
         self.leave = leave
-        self.end = end
         self.begin = np.maximum(stop, leave)
         self.own = np.maximum(first, shared)
-        self.fresh = spread(rows * per_row + self.begin, end - self.begin)
+        self.end, self.fresh = self.begin, NO_ROWS
+        if end is not None:
+            self.end, self.fresh = end, spread(rows * per_row + self.begin, end - self.begin)
         self.need = self.fresh.size
         self.moves = bool(np.count_nonzero(leave != first))
-        self.gain = int(self.back().sum()) if self.moves else 0
+        self.back: Int64 | None = None
+        self.gain = 0
+        if self.moves:
+            self.back = np.maximum(np.minimum(leave, stop) - self.own, 0)
+            self.gain = int(self.back.sum())
         self.idle = not (self.need or self.moves)
 
     @classmethod
@@ -107,17 +120,16 @@ class WindowPart:
         part.fresh = growth.where
         part.need, part.gain = growth.total, 0
         part.moves = part.idle = False
+        part.back = None
         return part
-
-    def back(self) -> Int64:
-        """Pages that each row gives back, int64 ``(n,)``."""
-        back: Int64 = np.maximum(np.minimum(self.leave, self.stop) - self.own, 0)
-        return back
 
     def without(self, leaving: Int64) -> int:
         """Pages that it takes, net, if the rows ``leaving`` were no part of the plan."""
         stays = ~np.isin(self.rows, leaving)
-        return int(((self.end - self.begin) - self.back())[stays].sum())
+        net = self.end - self.begin
+        if self.back is not None:
+            net -= self.back
+        return int(net[stays].sum())
 
 
 _IDLE = WindowPart(NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS)
@@ -134,6 +146,8 @@ class Window:
         stop: one past the last window page of each row, int64; below A only where a trim went
             below the frontier and cut a page.
         due: C from which on the frontier of each row moves by itself, tokens, int64.
+        lag: tokens by which C is then past the frontier.
+        cut_rows: rows whose last page a trim has cut: their window pages do not reach to A.
         pages: window page ids of each row by page number, int32
             ``(max_requests + 1, row_pages)``; stale outside ``[first, stop)``.
     """
@@ -151,10 +165,9 @@ class Window:
         size = ledger.page_size
         # A prefix that others may share ends on a page edge, and needs a whole window below it.
         self._keep = -(-max(self.tokens, size) // size) * size if prefix_cache else self.tokens
-        self._lag = -(-settings.evict_every // size) * size + self._keep
-        self.due: Int64 = np.full(rows, self._lag, np.int64)
-        # Rows whose last page a trim has cut: their window pages do not reach to A.
-        self._cut: set[int] = set()
+        self.lag = -(-settings.evict_every // size) * size + self._keep
+        self.due: Int64 = np.full(rows, self.lag, np.int64)
+        self.cut_rows: set[int] = set()
 
     # -- plans -----------------------------------------------------------------------------
 
@@ -175,13 +188,13 @@ class Window:
             moving = self.behind(rows, start) if evict else None
             if moving is not None and not np.count_nonzero(moving):
                 moving = None
-            if moving is None and not self._cut:
+            if moving is None and not self.cut_rows:
                 if growth is None:
                     return _IDLE
                 return WindowPart.along(growth, self.first.take(growth.rows))
             some = np.zeros(rows.size, bool) if moving is None else moving
             some[plan.growing] = True
-            if self._cut:
+            if self.cut_rows:
                 some |= (self.stop.take(rows) != plan.cur // ledger.per_page) & (upto > start)
             at = some.nonzero()[0]
             rows, start, upto, nxt = rows[at], start[at], upto[at], nxt[at]
@@ -226,8 +239,7 @@ class Window:
         rows = rows[at]
         first, stop = self.first.take(rows), self.stop.take(rows)
         leave = self.leaving(rows, committed[at], first) if upto is None else pages[at]
-        end, shared = np.maximum(stop, leave), ledger.shared.take(rows)
-        return WindowPart(rows, first, stop, leave, end, shared, ledger.per_row)
+        return WindowPart(rows, first, stop, leave, None, ledger.shared.take(rows), ledger.per_row)
 
     def need_for(
         self, lengths: Int64, matched: Int64, tail: int | Int64 | None, main_only: bool
@@ -290,9 +302,9 @@ class Window:
 
     def gained(self, part: WindowPart) -> tuple[Int64, Int32]:
         """Rows and ids of the pages that ``part`` gives back first."""
-        if not part.gain:
+        if part.back is None or not part.gain:
             return NO_ROWS, NO_PAGES
-        return self._range(part.rows, part.own, part.own + part.back())
+        return self._range(part.rows, part.own, part.own + part.back)
 
     def takers(self, part: WindowPart) -> Int64:
         """The row of each page that ``part`` takes, int64."""
@@ -330,13 +342,13 @@ class Window:
         self.stop[rows] = part.end
         if part.moves:
             self._move(rows, part.leave)
-        if self._cut:
-            self._cut.difference_update(rows[part.end > part.stop].tolist())
+        if self.cut_rows:
+            self.cut_rows.difference_update(rows[part.end > part.stop].tolist())
 
     def _move(self, rows: Int64, first: Int64) -> None:
         """Let the frontiers of ``rows`` be at ``first``, pages."""
         self.first[rows] = first
-        self.due[rows] = first * self._ledger.per_page + self._lag
+        self.due[rows] = first * self._ledger.per_page + self.lag
 
     # -- giving back -----------------------------------------------------------------------
 
@@ -362,16 +374,16 @@ class Window:
         first, stop = cut.marks
         self._move(rows, first)
         self.stop[rows] = stop
-        self._cut.difference_update(rows.tolist())
-        self._cut.update(rows[stop < self._ledger.page_counts(rows)].tolist())
+        self.cut_rows.difference_update(rows.tolist())
+        self.cut_rows.update(rows[stop < self._ledger.page_counts(rows)].tolist())
 
     def close(self, rows: Int64) -> None:
         """Forget what ``rows`` held."""
         self.first[rows] = 0
         self.stop[rows] = 0
-        self.due[rows] = self._lag
-        if self._cut:
-            self._cut.difference_update(rows.tolist())
+        self.due[rows] = self.lag
+        if self.cut_rows:
+            self.cut_rows.difference_update(rows.tolist())
 
     # -- sharing ---------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from cuda_on_cpu.emulator import Buffer, Emulator, Stats
-from cuda_on_cpu.sides import Side, SidePage
+from cuda_on_cpu.sides import ASSIGN, REPLAY, Side, SidePage
 from cuda_on_cpu.steps import FIXED_PAGES, SERIAL_AT, mapped_step_of, small_step_of, step_of
 from cuda_on_cpu.tables import (
     Growth,
@@ -52,13 +52,8 @@ def assign(
         how_told["side"] = side
         step, out = step_of(table, growths, ids, runs=runs, **how_told, rng=rng)
     slots = expect_growth(table, growths, ids)
-    stats = emulator.launch(
-        "assign_pages" if side is None else "assign_both",
-        grid,
-        threads,
-        [*table.arguments, np.int32(tile), step],
-        **how,
-    )
+    kernel = "assign_pages" if side is None else ASSIGN
+    stats = emulator.launch(kernel, grid, threads, [*table.arguments, np.int32(tile), step], **how)
     table.check()
     np.testing.assert_array_equal(out.data, slots)
     if side is not None:
@@ -281,7 +276,7 @@ class Replays:
         told: dict[str, Any] = {"runs": runs, "serial": self.staged % 2**32, "side": side}
         step, _ = step_of(self.table, growths, ids, **told, rng=rng)
         if side is not None:
-            self.kernel = "replay_both"
+            self.kernel = REPLAY
             self.steps.links |= {at + offset: to for offset, to in side[0].links.items()}
         assert step.data.size <= self.stride
         self.steps.data[at : at + step.data.size] = step.data

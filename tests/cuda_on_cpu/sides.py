@@ -10,6 +10,8 @@ from cuda_on_cpu.emulator import Buffer
 from cuda_on_cpu.tables import Int32, Rng, Table, distinct
 from numpy.typing import NDArray
 
+# The kernels that write side pages, launched and replayed.
+ASSIGN, REPLAY = "assign_both", "replay_both"
 # Where the header names the two arrays, in bytes: see struct Step of assign_pages.cu.
 SLOTS_AT, MAP_AT = 72, 80
 

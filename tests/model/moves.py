@@ -247,10 +247,11 @@ def move_what_if(pair: Pair, choose: Chooser) -> None:
             f"fits({lengths}, after_releasing={gone}, {counting})", answers[counting], expected
         )
     staying, numbers = part(pair, choose, "reserve", choose.some(list(pair.handles)))
+    evict = {"evict": True} if pair.config.window is not None and choose.flag(2) else {}
     planned = pair.both(
-        f"plan reserve {staying} {numbers}",
-        lambda: pair.real.plan(reserve=(staying, numbers)),
-        lambda: pair.ref.plan(reserve=(pair.names(staying), numbers)),
+        f"plan reserve {staying} {numbers} {evict}",
+        lambda: pair.real.plan(reserve=(staying, numbers), evict_window=bool(evict)),
+        lambda: pair.ref.plan(reserve=(pair.names(staying), numbers), **evict),
     )
     plan_fits = None
     if planned is not None:
@@ -268,7 +269,8 @@ def move_what_if(pair: Pair, choose: Chooser) -> None:
     pair.compare()
     if plan_fits is not None and choose.flag(2):
         left = [(h, n) for h, n in zip(staying, numbers, strict=True) if h not in gone]
-        went = pair.grow({"reserve": ([h for h, _ in left], [n for _, n in left])})
+        parts = {"reserve": ([h for h, _ in left], [n for _, n in left])}
+        went = pair.grow(parts, by_plan=bool(evict), evict=bool(evict))
         pair.same("fits(plan, after_releasing), against what happened", plan_fits, went)
         return
     texts = [(None, text(pair, choose)) for _ in lengths]

@@ -98,6 +98,26 @@ def short_of_the_extent(w: World) -> None:
     w.side.stop[w.first] -= 2
 
 
+def one_short_of_the_extent(w: World) -> None:
+    w.side.pool.give(w.side.pages[w.first, 5:6].copy(), w.first)
+    w.side.stop[w.first] -= 1
+
+
+def a_cut_that_is_none(w: World) -> None:
+    w.side.cut_rows.add(w.first)
+
+
+def a_cut_that_is_forgotten(w: World) -> None:
+    handle = int(w.alloc._core.ledger.handle[w.first])
+    w.alloc.trim(handle, 9)
+    w.alloc.check(device=True)
+    w.side.cut_rows.clear()
+
+
+def another_next_move(w: World) -> None:
+    w.side.due[w.second] += 1
+
+
 def reads_another_shared_page(w: World) -> None:
     w.side.pages[w.shared, 1] = w.side.pages[w.shared, 0]
 
@@ -131,6 +151,10 @@ ON_HOST: dict[str, tuple[Callable[[World], None], str]] = {
     "frontier below zero": (frontier_below_zero, "row 2 breaks '0 <= frontier"),
     "past the extent": (past_the_extent, "row 2 breaks 'window pages lie below A'"),
     "short of the extent": (short_of_the_extent, "row 1 breaks 'window pages reach to A'"),
+    "one short of the extent": (one_short_of_the_extent, "row 1 breaks 'window pages reach to A'"),
+    "a cut that is none": (a_cut_that_is_none, "row 1 breaks 'a row has a cut page that is said"),
+    "a cut that is forgotten": (a_cut_that_is_forgotten, "row 1 breaks 'window pages reach to A'"),
+    "another next move": (another_next_move, "row 2 breaks 'the next move of the frontier"),
     "reads another shared page": (reads_another_shared_page, r"row \d reads window page"),
     "cache lost a page": (cache_lost_a_page, "is lost"),
     "cache miscounts": (cache_miscounts, "prefix cache counts"),
