@@ -37,7 +37,7 @@ def apply(core: Core, plan: Plan, out: Any, after: Any, writer: Writer | None = 
         target = core.device.checked_out(out, size)
         gather = Gather(plan.rows, plan.start, plan.stop, size, target, plan.growing)
     growth = plan.growth
-    if plan.side is not None:
+    if plan.side is not None and (growth is not None or plan.side.rows.size):
         _apply_both(core, plan, gather, after, device)
     elif growth is None:
         plan.ready = device.write(None, None, gather, after)
@@ -66,9 +66,9 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
     growth = plan.growth
     total = 0 if growth is None else growth.total
     victims = core.victims(total, part.need - part.gain)
-    leaving, leaving_sides = pages_of(victims)
+    leaving, leaving_sides = pages_of(victims) if victims else (NO_PAGES, NO_PAGES)
     owners, back = side.gained(part)
-    returning = np.concatenate((back, leaving_sides))
+    returning = np.concatenate((back, leaving_sides)) if victims else back
     ids = pool.peek(total, leaving)
     side_ids = side.pool.peek(part.need, returning)
     if growth is not None:
@@ -82,8 +82,10 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
     if victims:
         core.evict(victims, leaving)
     if returning.size:
-        cached = np.full(leaving_sides.size, CACHED, np.int64)
-        side.pool.give(returning, np.concatenate((owners, cached)))
+        if victims:
+            cached = np.full(leaving_sides.size, CACHED, np.int64)
+            owners = np.concatenate((owners, cached))
+        side.pool.give(returning, owners)
     if side_ids.size:
         side.pool.take(side_ids, side.takers(part))
     side.applied(part, side_ids)

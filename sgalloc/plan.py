@@ -79,9 +79,17 @@ class SideWrite(NamedTuple):
 
 
 class SidePart(Protocol):
-    """What a plan does in a second group."""
+    """What a plan does in a second group.
+
+    Attributes:
+        group: its name.
+        rows: those that it is about, int64; with none, it does nothing.
+        need: pages that it takes.
+        gain: pages that it gives back first.
+    """
 
     group: str
+    rows: Int64
     need: int
     gain: int
 

@@ -222,7 +222,7 @@ def frontier_that_falls(self: Window, rows: Any, committed: Any, upto: Any = Non
 
 def cut_page_is_not_taken(self: Window, plan: Any, *args: Any) -> WindowPart:
     part = PART(self, plan, *args)
-    held = plan.cur // self._ledger.page_size
+    held = self._ledger.allocated.take(part.rows) // self._ledger.page_size
     part.begin = np.maximum(part.begin, np.minimum(held, part.end))
     part.need = int((part.end - part.begin).sum())
     return part

@@ -49,18 +49,34 @@ class WindowPart:
     ``[leave, end)``: what is below ``leave`` reads 0, what is from `begin` on is new.
 
     Attributes:
-        rows: int64 ``(n,)``, those of the plan.
+        rows: int64 ``(n,)``, those of the plan whose window pages change.
         first, stop: now, pages, int64 ``(n,)``.
         leave, end: afterwards, pages, int64 ``(n,)``.
         begin: first new page, int64 ``(n,)``.
         own: first page that the row does not share, at least ``first``, int64 ``(n,)``.
         need: new pages.
         gain: pages that go back first.
+        given: how many of them each row gives, int64 ``(n,)``.
+        fresh: flat places of the new pages in the page lists, int64 ``(need,)``, once
+            `Window.write` has looked them up.
     """
 
     group = "window"
+    fresh: Int64
 
-    __slots__ = ("begin", "end", "first", "gain", "leave", "need", "own", "rows", "stop")
+    __slots__ = (
+        "begin",
+        "end",
+        "first",
+        "fresh",
+        "gain",
+        "given",
+        "leave",
+        "need",
+        "own",
+        "rows",
+        "stop",
+    )
 
     def __init__(
         self, rows: Int64, first: Int64, stop: Int64, leave: Int64, end: Int64, shared: Int64
@@ -72,8 +88,9 @@ class WindowPart:
         self.end = end
         self.begin = np.maximum(stop, leave)
         self.own = np.maximum(first, shared)
-        self.need = int((self.end - self.begin).sum())
-        self.gain = int(self.back().sum())
+        self.need = int((end - self.begin).sum())
+        self.given = np.zeros_like(rows) if leave is first else self.back()
+        self.gain = int(self.given.sum())
 
     def back(self) -> Int64:
         """Pages that each row gives back, int64 ``(n,)``."""
@@ -83,7 +100,7 @@ class WindowPart:
     def without(self, leaving: Int64) -> int:
         """Pages that it takes, net, if the rows ``leaving`` were no part of the plan."""
         stays = ~np.isin(self.rows, leaving)
-        return int(((self.end - self.begin) - self.back())[stays].sum())
+        return int(((self.end - self.begin) - self.given)[stays].sum())
 
 
 class Window:
@@ -112,8 +129,12 @@ class Window:
         self.pages_flat: Int32 = self.pages.reshape(-1)
         size = ledger.page_size
         # A prefix that others may share ends on a page edge, and needs a whole window below it.
-        self._keep = -(-max(self.tokens, size) // size) * size if prefix_cache else self.tokens
-        self._every = settings.evict_every
+        keep = -(-max(self.tokens, size) // size) * size if prefix_cache else self.tokens
+        every = settings.evict_every
+        self._keep, self._every = np.array(keep), np.array(every)
+        # A frontier moves once C is so many tokens ahead of it: by whole pages, at least one.
+        self._due = np.array(keep - -every // size * size)
+        self._idle = WindowPart(*[NO_ROWS] * 6)
 
     # -- plans -----------------------------------------------------------------------------
 
@@ -129,17 +150,31 @@ class Window:
         if main_only:
             raise _not_sparse()
         rows = plan.rows
+        start, cover, nxt = plan.start, plan.stop, plan.nxt
+        if tail is None:
+            # In most steps few requests change, and all that follows is about these alone.
+            at = self._changing(plan, evict)
+            if not at.size:
+                return self._idle
+            rows, start, cover, nxt = (column.take(at) for column in (rows, start, cover, nxt))
         first, stop = self.first.take(rows), self.stop.take(rows)
-        per_page = self._ledger.per_page
         # A page that a trim cut is taken afresh by the next token.
-        end = np.where(plan.stop > plan.start, plan.nxt // per_page, stop)
+        end = np.where(cover > start, nxt // self._ledger.per_page, stop)
         if tail is not None:
             leave = self._tail(plan, first, stop, tail)
         elif evict:
-            leave = self.frontier(rows, plan.start)
+            leave = self.frontier(rows, start)
         else:
             leave = first
         return WindowPart(rows, first, stop, leave, end, self._ledger.shared.take(rows))
+
+    def _changing(self, plan: Plan, evict: bool) -> Int64:
+        """Which requests of ``plan`` take window pages or move their frontier, as positions."""
+        rows, per_page = plan.rows, self._ledger.per_page
+        changes = (plan.nxt > self.stop.take(rows) * per_page) & (plan.stop > plan.start)
+        if evict:
+            changes |= plan.start >= self.first.take(rows) * per_page + self._due
+        return changes.nonzero()[0]
 
     def frontier(self, rows: Int64, committed: Int64, upto: Int64 | None = None) -> Int64:
         """Where the frontier of ``rows`` would go, pages, int64 ``(n,)``; it never falls.
@@ -149,11 +184,13 @@ class Window:
             committed: C, tokens, int64 ``(n,)``.
             upto: tokens below which all may go, at most C; None for what left the window.
         """
-        first, size = self.first.take(rows), self._ledger.page_size
+        first, per_page = self.first.take(rows), self._ledger.per_page
         if upto is not None:
-            return np.maximum(first, upto // size)
-        wanted = np.maximum(committed - self._keep, 0) // size
-        return np.where((wanted - first) * size >= self._every, np.maximum(wanted, first), first)
+            return np.maximum(first, upto // int(per_page))
+        wanted = (committed - self._keep) // per_page
+        moves = (wanted - first) * per_page >= self._every
+        frontier: Int64 = np.where(moves, wanted, first)
+        return frontier
 
     def moving(self, rows: Int64, committed: Int64, upto: Int64 | None) -> WindowPart:
         """A part that moves frontiers and takes nothing."""
@@ -225,7 +262,7 @@ class Window:
         """Rows and ids of the pages that ``part`` gives back first."""
         if not part.gain:
             return NO_ROWS, NO_PAGES
-        return self._range(part.rows, part.own, part.own + part.back())
+        return self._range(part.rows, part.own, part.own + part.given)
 
     def takers(self, part: WindowPart) -> Int64:
         """The row of each page that ``part`` takes, int64."""
@@ -235,9 +272,12 @@ class Window:
         """What the device has to write for ``part``, whose new pages are ``ids``."""
         ledger, rows = self._ledger, part.rows
         base = rows * ledger.per_row
-        gone = part.leave - part.first
-        cleared = spread(base + part.first, gone)
-        fresh = spread(base + part.begin, part.end - part.begin)
+        fresh = part.fresh = spread(base + part.begin, part.end - part.begin)
+        if part.leave is part.first:
+            gone, cleared = NO_ROWS, NO_ROWS
+        else:
+            gone = part.leave - part.first
+            cleared = spread(base + part.first, gone)
         if not cleared.size and not fresh.size:
             return None
         places = np.concatenate((cleared, fresh)) if cleared.size else fresh
@@ -252,12 +292,11 @@ class Window:
         return SideWrite(places, new_ids, mains)
 
     def applied(self, part: WindowPart, ids: Int32) -> None:
-        """Note that ``part`` was done with ``ids``."""
+        """Note that ``part``, of which `write` has told, was done with ``ids``."""
         rows = part.rows
-        self.pages_flat[spread(rows * self._ledger.per_row + part.begin, part.end - part.begin)] = (
-            ids
-        )
-        self.first[rows] = part.leave
+        self.pages_flat[part.fresh] = ids
+        if part.leave is not part.first:
+            self.first[rows] = part.leave
         self.stop[rows] = part.end
 
     # -- giving back -----------------------------------------------------------------------
