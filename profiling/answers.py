@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from profiling.aim import BLOCKS, FIRST, STEPWISE
+from profiling.group_verbs import BESIDE, NAMES, PLAIN
 from profiling.harness import LOOP, SUBJECT
 from profiling.layout import Found, Table, spread, times, us
 from profiling.scaling import NEW, WORN, WORN_COLD
@@ -140,6 +141,37 @@ def cache_table(found: Found) -> Table:
         rows,
         f"a request costs at page {page}, batch {small} → {large:,}: " + ", ".join(parts) + " µs.",
     )
+
+
+def groups_table(found: Found, page: int) -> Table:
+    """Speculation, transfers and second groups, beside the plain way."""
+    rows, shares = [], []
+    for name in NAMES:
+        side = PLAIN if name in BESIDE else LOOP
+        for record in found.where(name, SUBJECT, page=page):
+            batch = record["at"]["batch"]
+            plain = found.median(name, side, batch=batch, page=page)
+            share = _share(record["median_us"] / plain)
+            if batch == 256:
+                shares.append(f"{name} {share}")
+            beside = f"`{BESIDE[name]}`" if name in BESIDE else "loop"
+            rows.append([f"`{name}`", f"{batch:,}", spread(record), beside, us(plain), share])
+    return Table(
+        f"Speculation, transfers and second groups at page {page}, µs a call of the whole batch",
+        "Median (p10–p90). Reserve 16 and 1 to 5 accepted tokens; a tree of 16 drafts, 4 "
+        "accepted; requests of 1,000 tokens are preallocated, acknowledged by one writer each in "
+        "a call each, or aborted by force; a buffer and a window of 512 tokens; the extents of "
+        "all page lists of the batch. Beside it, in turns: the plain loop, or the nearest verb of "
+        "an allocator with one group.",
+        ["call", "batch", "sgalloc", "beside", "µs", "ratio"],
+        rows,
+        "by what is beside it, at batch 256: " + (", ".join(shares) or "not measured") + ".",
+    )
+
+
+def _share(ratio: float) -> str:
+    """A ratio that may be far below one."""
+    return f"{ratio:.2f}×" if ratio < 10 else times(ratio)
 
 
 def moved_table(found: Found) -> Table:
@@ -335,6 +367,7 @@ _BUILDERS: dict[str, Callable[[Found], list[Table]]] = {
     "aim": lambda found: [aim_table(found)],
     "verbs": lambda found: [verbs_table(found, page) for page in found.sizes("page")],
     "cache": lambda found: [cache_table(found)],
+    "groups": lambda found: [groups_table(found, page) for page in found.sizes("page")],
     "scaling": lambda found: [moved_table(found), pool_table(found), history_table(found)],
     "breakdown": lambda found: [breakdown_table(found)],
     "prices": lambda found: [prices_table(found)],

@@ -16,6 +16,7 @@ from profiling import (
     answers,
     breakdown,
     cache_verbs,
+    group_verbs,
     machine,
     measured,
     scaling,
@@ -40,6 +41,8 @@ class Size:
         pools: pages of a pool.
         histories: tokens.
         parts: batches at which the plain loop is taken apart.
+        grouped: requests that speculate, or have a second group.
+        received: requests that are preallocated at once.
     """
 
     effort: str
@@ -51,6 +54,8 @@ class Size:
     pools: tuple[int, ...]
     histories: tuple[int, ...]
     parts: tuple[int, ...]
+    grouped: tuple[int, ...]
+    received: tuple[int, ...]
 
     @property
     def pace(self) -> Effort:
@@ -73,6 +78,8 @@ FULL = Size(
     pools=(1000, 10_000, 100_000, 1_000_000, 10_000_000),
     histories=(64, 1024, 8192, 65536),
     parts=(32, 256, 1024),
+    grouped=(256, 4096),
+    received=(1, 64, 256),
 )
 QUICK = Size(
     effort="quick",
@@ -84,12 +91,17 @@ QUICK = Size(
     pools=(1000, 100_000),
     histories=(64, 8192),
     parts=(32, 256),
+    grouped=(256,),
+    received=(1, 64),
 )
 
 RUNNERS: dict[str, Callable[[Size], Bench]] = {
     "aim": lambda size: aim.run((64, 16, 1), size.steady),
     "verbs": lambda size: verbs.run(size.batches, size.pages, size.pace),
     "cache": lambda size: cache_verbs.run(size.batches, size.pages, size.pace),
+    "groups": lambda size: group_verbs.run(
+        size.grouped, [page for page in size.pages if page > 1], size.received, size.pace
+    ),
     "scaling": lambda size: scaling.run(size.moved, size.pools, size.histories, size.pace),
     "breakdown": lambda size: breakdown.run((64, 16, 1), size.steady),
     "prices": lambda size: breakdown.prices(size.pace),

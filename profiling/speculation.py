@@ -18,13 +18,10 @@ from profiling.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
 from profiling.layout import Found, Table, spread, times, us
 from profiling.measured import Bench, Record, records_of
 from profiling.twins import Twins, shape_for
-from profiling.verbs import RESERVE, Course, agree
-from sgalloc.sizing import SpecConfig, alloc_reserve_per_decode
+from profiling.verbs import BLOCK, CHAIN, RESERVE, TOP_K, Course, agree
+from sgalloc.sizing import alloc_reserve_per_decode
 from sgalloc.speculative import dflash, eagle
 
-CHAIN = SpecConfig("eagle", steps=RESERVE // 2 - 1, topk=1, draft_tokens=RESERVE // 2)
-BLOCK = SpecConfig("dflash", draft_tokens=RESERVE // 2)
-TOP_K = 20
 RESERVES, EAGLE, DFLASH, LENGTHS = "reserve", "eagle step", "dflash step", "dflash step, lengths"
 BATCHES, PAGES = (256, 4096), (1, 16, 64)
 

@@ -22,6 +22,7 @@ from profiling.verbs import GROWS
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
+NOT_YET = "Not measured yet."
 
 _SOURCE = re.compile(r"<!-- results: (\S+) -->")
 _BLOCK = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -33,6 +34,8 @@ def rendered(data: Mapping[str, Any], name: str) -> str:
         return machine_text(data)
     if name == "log":
         return log_text(data)
+    if name not in data["benches"]:
+        return NOT_YET
     return "\n\n".join(table.markdown() for table in build(data, name))
 
 

@@ -11,10 +11,15 @@ from profiling.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
 from profiling.measured import Bench, Record, records_of
 from profiling.python_loop import Request
 from profiling.twins import Twins, shape_for
+from sgalloc.sizing import SpecConfig
 
 RESERVE = 16
 MAX_ACCEPT = 5  # uniform over 1..5: 3 on average
 CHUNK = 64
+# Speculative decoders whose reserve is RESERVE.
+CHAIN = SpecConfig("eagle", steps=RESERVE // 2 - 1, topk=1, draft_tokens=RESERVE // 2)
+BLOCK = SpecConfig("dflash", draft_tokens=RESERVE // 2)
+TOP_K = 20
 GROWS = "steps that grow"
 NO_NEED = "steps without need"
 

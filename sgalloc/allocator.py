@@ -20,7 +20,7 @@ from sgalloc.holdings import counted
 from sgalloc.inputs import Int64, counts, whole_number
 from sgalloc.ledger import NO_ROWS, Batch, Ledger
 from sgalloc.pages import PagePool
-from sgalloc.plan import Plan, mixed_plan
+from sgalloc.plan import Covering, Plan, mixed_plan
 from sgalloc.prefix import Match
 from sgalloc.receiving import Receiving
 
@@ -327,7 +327,7 @@ class KVAllocator(Receiving):
         Raises:
             RowTooNarrow: a row cannot hold what it would have to.
         """
-        parts: list[tuple[Int64, Int64] | None] = []
+        parts: list[Covering | None] = []
         for name, part in (("extend", extend), ("decode", decode), ("reserve", reserve)):
             if part is None:
                 parts.append(None)
@@ -335,13 +335,12 @@ class KVAllocator(Receiving):
             if not isinstance(part, tuple | list) or len(part) != 2:
                 raise TypeError(f"{name} must be a pair of requests and numbers, got {part!r}")
             x, amount = part
-            rows = self._ledger.rows_of(x)
-            self._ledger.check_received(rows)
-            start = self._ledger.committed.take(rows)
+            rows, start, cur = self._ledger.holding(x)
             if name == "extend":
-                parts.append((rows, self._extend_stop(rows, start, amount)))
+                stop = self._extend_stop(rows, start, amount)
             else:
-                parts.append((rows, start + counts(amount, rows.size, name)))
+                stop = start + _operand(amount, rows.size, name)
+            parts.append(Covering(rows, start, cur, stop))
         plan = mixed_plan(self._make_plan, self._ledger, *parts)
         if evict_window:
             self._window()

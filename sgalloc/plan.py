@@ -79,9 +79,17 @@ class SideWrite(NamedTuple):
 
 
 class SidePart(Protocol):
-    """What a plan does in a second group."""
+    """What a plan does in a second group.
+
+    Attributes:
+        group: its name.
+        rows: those that it is about, int64; with none, it does nothing.
+        need: pages that it takes.
+        gain: pages that it gives back first.
+    """
 
     group: str
+    rows: Int64
     need: int
     gain: int
 
@@ -241,14 +249,30 @@ class Plan:
         )
 
 
+class Covering(NamedTuple):
+    """Requests of one kind in a plan, int64 ``(n,)`` each.
+
+    Attributes:
+        rows: the rows.
+        start: C, tokens.
+        cur: A, tokens.
+        stop: tokens to cover.
+    """
+
+    rows: Int64
+    start: Int64
+    cur: Int64
+    stop: Int64
+
+
 def mixed_plan(
     make: Callable[..., Plan],
     ledger: Ledger,
-    extend: tuple[Int64, Int64] | None,
-    decode: tuple[Int64, Int64] | None,
-    reserve: tuple[Int64, Int64] | None,
+    extend: Covering | None,
+    decode: Covering | None,
+    reserve: Covering | None,
 ) -> Plan:
-    """One plan over any mix of the three kinds, each a pair (rows, tokens to cover).
+    """One plan over any mix of the three kinds.
 
     ``make`` is `Plan`, or `Plan` behind a range.
 
@@ -256,21 +280,25 @@ def mixed_plan(
         ValueError: a request stands in two kinds.
         RowTooNarrow: as `Plan`.
     """
-    kinds = [kind for kind in (extend, decode, reserve) if kind is not None and kind[0].size]
-    rows = concatenate([kind[0] for kind in kinds], np.int64)
-    stop = concatenate([kind[1] for kind in kinds], np.int64)
+    kinds = [kind for kind in (extend, decode, reserve) if kind is not None and kind.rows.size]
+    rows, start, cur, stop = kinds[0] if len(kinds) == 1 else _joined(kinds)
     twice = ledger.repeated(rows) if len(kinds) > 1 else None
     if twice is not None:
         raise ValueError(
             f"row {rows[twice]} stands in two parts of one plan: name each request once"
         )
-    committing = rows.size - (reserve[0].size if reserve is not None else 0)
+    committing = rows.size - (reserve.rows.size if reserve is not None else 0)
     return make(
         ledger,
         rows,
-        ledger.committed.take(rows),
-        ledger.allocated.take(rows),
+        start,
+        cur,
         stop,
         committing=rows[:committing] if committing else None,
-        decoding=decode[0] if decode is not None else None,
+        decoding=decode.rows if decode is not None else None,
     )
+
+
+def _joined(kinds: list[Covering]) -> Covering:
+    columns = zip(*kinds, strict=True) if kinds else [()] * 4
+    return Covering(*(concatenate(column, np.int64) for column in columns))

@@ -16,7 +16,17 @@ from typing import Any
 
 import numpy as np
 
-_ROOMS = ("batched", "captured", "cuda", "layout", "order", "scan", "staging", "streams")
+_ROOMS = (
+    "batched",
+    "captured",
+    "cuda",
+    "cuda_lengths",
+    "layout",
+    "order",
+    "scan",
+    "staging",
+    "streams",
+)
 _NEVER = 2**31 - 1
 
 
@@ -75,7 +85,7 @@ class Cuda:
     def run(self, name: str, grid: Any, block: Any, arguments: Any, stream: int) -> None:
         """Launch a kernel."""
         assert 0 < grid[0] < 2**31 and 0 < block[0] <= 1024
-        assert stream < 1000, "no such stream"
+        assert stream <= self._count, "no such stream"
 
         def work() -> None:
             self.launches.append(name)
@@ -328,7 +338,7 @@ def _modules(state: Cuda) -> dict[str, Any]:
     cupy.__path__ = []
     cupy.cuda, cupy.RawModule = cuda, RawModule
     cupy.RawKernel = lambda code, name: Function(name)
-    for name in ("int32", "uint8", "uint32", "uint64"):
+    for name in ("int32", "int64", "uint8", "uint32", "uint64"):
         setattr(cupy, name, getattr(np, name))
     cupy.zeros = lambda shape, dtype: np.zeros(shape, dtype).view(Array)
     cupy.empty = lambda shape, dtype: np.full(shape, 77, dtype).view(Array)

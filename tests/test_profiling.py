@@ -24,6 +24,7 @@ from profiling import (
     bench_host,
     breakdown,
     cache_verbs,
+    group_verbs,
     machine,
     measured,
     tables,
@@ -55,6 +56,8 @@ TINY = bench_host.Size(
     pools=(1000, 2000),
     histories=(64, 128),
     parts=(32,),
+    grouped=(1, 7),
+    received=(1, 3),
 )
 ROUNDS = Effort(seconds=0.0, least=25, warm_up=1, block=3)
 
@@ -100,7 +103,19 @@ def test_a_run_is_complete(small_run: tuple[dict[str, Any], str]) -> None:
         for batch in TINY.batches
         for page in TINY.pages
     }
-    assert data["run"]["states_compared"] == 4 * 2 * 3 + 2 * 2 * 3 + 2 * 2
+    grouped = {
+        (record["name"], record["side"], record["at"]["batch"], record["at"]["page"])
+        for record in data["benches"]["groups"]
+    }
+    received = ("preallocate", "acknowledge", "abort")
+    assert grouped == {
+        (name, side, batch, page)
+        for name in group_verbs.NAMES
+        for side in (SUBJECT, group_verbs.PLAIN if name in group_verbs.BESIDE else LOOP)
+        for batch in (TINY.received if name in received else TINY.grouped)
+        for page in (16, 64)
+    }
+    assert data["run"]["states_compared"] == 4 * 2 * 3 + 2 * 2 * 3 + 2 * 2 + 2 * (4 * 2 + 2 * 2)
     for bench in answers.BENCHES:
         for table in answers.build(data, bench):
             assert table.title.replace("`", "") in re.sub(r"\s+", " ", text)
@@ -263,6 +278,58 @@ def test_a_round_of_the_cache_evicts_its_own_pages_and_no_others(page_size: int)
         alloc.check(device=True)
     own = 20 * (prompts.length - prompts.shared) // page_size
     assert alloc.stats().groups["full"].evicted == 2 * own
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+def test_both_sides_compact_receive_and_abort_alike(page_size: int) -> None:
+    twins = Twins(Shape(7, page_size, history=100, row_width=384), seed=5)
+    for sides in (group_verbs.receive_sides, group_verbs.abort_sides):
+        alternate(sides(twins), ROUNDS)
+        assert twins.difference() is None
+        assert twins.alloc.available() == twins.shape.num_pages
+    twins.fill()
+    start = twins.alloc.committed(twins.handles)
+    alternate(group_verbs.compact_sides(twins), ROUNDS)
+    assert twins.difference() is None
+    assert (twins.alloc.committed(twins.handles) != start).all()
+    alternate(group_verbs.extent_sides(twins), ROUNDS)
+    twins.alloc.check(device=True)
+
+
+def test_a_loop_that_moves_fewer_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(Shape(5, 16, history=100, row_width=384), seed=5)
+    twins.fill()
+    real = group_verbs.compact_in
+    monkeypatch.setattr(
+        group_verbs, "compact_in", lambda *args: tuple(part[1:] for part in real(*args))
+    )
+    with pytest.raises(RuntimeError, match=r"compact moves \d+ tokens, and the loop \d+"):
+        alternate(group_verbs.compact_sides(twins), ROUNDS)
+
+
+def test_what_is_compacted_by_the_loop_stands_where_it_should() -> None:
+    loop = PythonLoop(num_pages=8, page_size=4, max_requests=1, row_width=32)
+    request = Request()
+    loop.open([request])
+    loop.extend([request], [6])
+    loop.reserve([request], 8)
+    row = loop.table[request.kv.row].tolist()
+    moved = group_verbs.compact_in(loop, [request], [[6, 9, 12]])
+    assert moved == ([row[9], row[12]], [row[7], row[8]])
+    assert (request.kv.kv_committed_len, len(loop.free_pages)) == (9, 5)
+
+
+def test_a_window_loses_a_page_of_each_request_in_a_call() -> None:
+    mine, plain = group_verbs.window_sides(3, 64)
+    for side in (mine, plain):
+        before, call = side.steps
+        moved = []
+        for _ in range(12):
+            before.call()
+            moved.append(call.call())
+        if side is mine:
+            steps = np.diff(np.array(moved)[:8], axis=0)
+            assert (steps == 64).all()
 
 
 # -- timing --------------------------------------------------------------------------------

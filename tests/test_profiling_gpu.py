@@ -20,10 +20,12 @@ from click.testing import CliRunner
 from cuda_on_cpu.emulator import Buffer, Emulator, build, require_compiler
 from stand_in_cuda import Cuda, stand_in
 
+import sgalloc
 from profiling.gpu import (
     clock,
     common,
     crossover,
+    groups,
     handmade,
     kernels,
     launch,
@@ -44,6 +46,7 @@ SCRIPTS: dict[str, Any] = {
     "transport": transport,
     "crossover": crossover,
     "launch": launch,
+    "groups": groups,
 }
 SHORT = Effort(seconds=0.0, least=4, warm_up=2, block=2)
 WRONG = r"broke the row law|entries were written|other slots"
@@ -85,6 +88,8 @@ def tiny(name: str, gpu: clock.Gpu, patch: pytest.MonkeyPatch) -> common.Outcome
         patch.setattr(transport, "BYTES", (512, 1024, 16384))
         patch.setattr(transport, "_FORWARD_BYTES", 1 << 12)
         return transport.measure(True, gpu, turns=2)
+    if name == "groups":
+        return groups.measure(groups.Size((1, 5), (16, 64), SHORT), gpu)
     if name == "crossover":
         size = crossover.Size((40, 1500), (16, 64), (1, 100, 1024, 1100), seconds=0.0, least=3)
         return crossover.measure(size, gpu)
@@ -153,6 +158,7 @@ def test_every_kernel_is_launched_and_every_result_checked(
         "transport": 2 * len(transport.CARRIERS),
         "crossover": 2 * 2 + 1,
         "launch": 1,
+        "groups": 2 * 2 * len(groups.CASES),
     }
 
 
@@ -170,6 +176,66 @@ def test_steps_cover_what_they_should(documents: dict[str, dict[str, Any]]) -> N
                 assert found.one(steps.LAUNCH, calls=steps.ONE, until=until, **at)
         assert found.values("release", "batch") == [1, 3]
     assert not found.where(steps.WRITE, label=steps._NOTHING)
+
+
+def test_groups_cover_what_they_should(documents: dict[str, dict[str, Any]]) -> None:
+    found = layout.Found(documents["groups"])
+    for case in groups.CASES:
+        assert case.beside in groups.PLAINS
+        for batch in (1, 5):
+            for page in (16, 64):
+                at = {"batch": batch, "page": page}
+                for until in (clock.RETURN, clock.DONE):
+                    mine = found.one(case.name, groups.ON_GPU, until=until, **at)
+                    assert mine and found.one(case.name, groups.ON_CPU, until=until, **at)
+                    plain = found.one(case.name, groups.PLAIN, until=until, **at)
+                    assert (plain is None) == (case.name == case.beside)
+                    assert mine["at"]["copies"] <= mine["at"]["launches"] <= 1
+    for name, launches in (
+        (groups.RESERVES, 1),
+        ("eagle step that evicts, window and map", 1),
+        ("compact", 0),
+        ("release 64, window", 0),
+        ("release 64, window and map", 1),
+    ):
+        for record in found.where(name, groups.ON_GPU, batch=5):
+            assert record["at"]["launches"] == launches
+
+
+@pytest.mark.parametrize("name", [groups.RESERVES, "eagle step", "reserve, window", "compact"])
+def test_a_second_launch_is_found(cuda: Cuda, name: str) -> None:
+    case = next(case for case in groups.CASES if case.name == name)
+
+    def twice(world: groups.World) -> Any:
+        before, call, after = case.script(world)
+
+        def slots_too() -> Any:
+            done = call()
+            world.alloc.slots(world.batch, 0, 1)
+            return done
+
+        return before, slots_too, after
+
+    spoilt, shape = case._replace(script=twice), groups.shape_for(3, 16)
+    groups.measure_case(case, shape, clock.Gpu(), "cuda", SHORT, {})
+    with pytest.raises(RuntimeError, match=f"{name} made [12] launches and 0 copies, and not [01]"):
+        groups.measure_case(spoilt, shape, clock.Gpu(), "cuda", SHORT, {})
+
+
+@pytest.mark.parametrize("what", ["table", "window", "map", "ledger"])
+def test_a_twin_that_did_other_work_is_found(cuda: Cuda, what: str) -> None:
+    mine, twin = (groups.World("mapped", groups.shape_for(3, 16), at) for at in ("cuda", "cpu"))
+    groups.agree("a step", mine.alloc, twin.alloc)
+    if what == "ledger":
+        twin.alloc.trim(twin.batch, 900)
+        with pytest.raises(RuntimeError, match="GPU and CPU differ after a step"):
+            groups.agree("a step", mine.alloc, twin.alloc)
+        return
+    device = mine.alloc._core.device
+    array = {"table": device.table, "window": device.side_table, "map": device.side_map}[what]
+    array[array != 0] += 1
+    with pytest.raises((RuntimeError, sgalloc.LawViolation)):
+        groups.agree("a step", mine.alloc, twin.alloc)
 
 
 def test_kernels_name_each_case_once() -> None:

@@ -228,14 +228,14 @@ def plain(
     gpu: Gpu, table: Any, pages: Segments, ids: Any
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """The same by plain launches, whatever the size: fill a slot, launch, record its event."""
-    from sgalloc.device.layout import SMALL_BYTES, fill, fill_pages, lay_out_small
+    from sgalloc.device.layout import NO_SIDE, SMALL_BYTES, fill, fill_pages, lay_out_small
     from sgalloc.device.staging import Slot
 
     runtime = gpu.runtime
     size = -(-(128 + 12 * pages.total + 64) // 128) * 128
     slot = Slot(size, True, gpu.device)
     small = Slot(SMALL_BYTES, False, gpu.device)
-    lay_out_small(small)
+    lay_out_small(small, NO_SIDE)
 
     def in_place() -> None:
         fill_pages(small, pages, ids)

@@ -426,12 +426,12 @@ def lay_out(
 
 def small_slot() -> tuple[Any, Any]:
     """A small staging slot in mapped memory, as the device has it: its owner, and its block."""
-    from sgalloc.device.layout import SMALL_BYTES, lay_out_small
+    from sgalloc.device.layout import NO_SIDE, SMALL_BYTES, lay_out_small
     from sgalloc.device.staging import Block, pinned
 
     owner, memory = pinned(SMALL_BYTES)
     block = Block(memory, int(owner.ptr))
-    lay_out_small(block)
+    lay_out_small(block, NO_SIDE)
     return owner, block
 
 

@@ -143,13 +143,13 @@ def host_calls(
     alloc: sgalloc.KVAllocator, gpu: Gpu, part: Callable[[int], Any]
 ) -> dict[str, Callable[[], Any]]:
     """What a write does beside launching, each alone; nothing here uses the GPU but one launch."""
-    from sgalloc.device.layout import SMALL_BYTES, fill, fill_pages, lay_out_small
+    from sgalloc.device.layout import NO_SIDE, SMALL_BYTES, fill, fill_pages, lay_out_small
     from sgalloc.device.staging import Slot
     from sgalloc.device.streams import Ready, new_event
 
     runtime, table = gpu.runtime, alloc._core.device
     small = Slot(SMALL_BYTES, False, gpu.device)
-    lay_out_small(small)
+    lay_out_small(small, NO_SIDE)
     large = Slot(128 + 12 * MANY + 64, True, gpu.device)
     few, more, many = part(FEW), part(MORE), part(MANY)
     event = new_event()
