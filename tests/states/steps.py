@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from states.book import Config, Refuse
+from states.book import Config
 from states.world import World, ids_of
+
+from sgalloc import OutOfPages
 
 Verb = Callable[[World, int], Any]
 IDS = ids_of(1)
@@ -25,35 +27,44 @@ def grow(verb: str, more: int, **how: Any) -> Verb:
         amount = upto if verb == "extend" else more
         tail = how.get("tail")
         real: dict[str, Any] = {}
+        evict = bool(how.get("evict"))
         if tail is not None:
             tail = upto - max(upto - tail, 0) // w.config.ps * w.config.ps
             real["window_tail"] = tail
         if how.get("main_only"):
             real["logical_only"] = True
         if how.get("planned"):
-            evict = bool(how.get("evict"))
-
-            def planned() -> None:
-                # What `apply` would refuse is told by `fits` first.
-                plan = w.alloc.plan(**{verb: ([handle], amount)}, evict_window=evict)
-                fits, room = plan.fits, w.alloc.fits(plan)
-                assert fits == room
-                before = w.book.counts()["free"]
-                w.alloc.apply(plan)
-                assert fits
-                taken = plan.need, plan.gain
-                w.seen[f"planned {sum(taken[0].values())}"] += 1
-                assert before is not None
-
-            call: Callable[[], Any] = planned
+            call: Callable[[], Any] = lambda: planned(w, handle, verb, amount, evict)  # noqa: E731
         else:
             call = lambda: getattr(w.alloc, verb)([handle], amount, **real) and None  # noqa: E731
         note = lambda: w.book.grow(  # noqa: E731
-            handle, verb, upto, bool(how.get("evict")), tail, bool(how.get("main_only"))
+            handle, verb, upto, evict, tail, bool(how.get("main_only"))
         )
         w.call(f"{verb} {how}", call, note)
 
     return do
+
+
+def planned(w: World, handle: int, verb: str, amount: int, evict: bool) -> None:
+    """Plan, then apply; what the plan says is what happens, in each group."""
+    what: dict[str, Any] = {verb: ([handle], amount)}
+    plan = w.alloc.plan(**what, evict_window=evict)
+    fits, before = plan.fits, rooms(w)
+    assert w.alloc.fits(plan) == fits
+    try:
+        w.alloc.apply(plan)
+    except OutOfPages:
+        assert not fits
+        raise
+    assert fits
+    after = rooms(w)
+    net = {name: need - plan.gain.get(name, 0) for name, need in plan.need.items()}
+    assert {name: before[name] - after[name] for name in net} == net
+
+
+def rooms(w: World) -> dict[str, int]:
+    groups = w.alloc.stats().groups
+    return {name: w.alloc.available(name, counting_cache=True) for name in groups}
 
 
 def commit(accepted: int) -> Verb:
@@ -335,6 +346,3 @@ def states_of(config: Config) -> dict[str, State]:
     if config.ratio:
         found |= SPARSE_STATES
     return found
-
-
-__all__ = ["IDS", "Refuse", "State", "Verb", "states_of", "verbs_of"]
