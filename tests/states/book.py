@@ -280,7 +280,8 @@ class Book:
             raise Refuse("InsideSharedPage")
         keep = self.up(c)
         before = (r.pages - r.shared, self.beside(r))
-        locks = [self.path(r.ids, at) for at in range(keep, r.shared)]
+        # Who keeps a page from eviction keeps all that comes before it.
+        locks = [self.path(r.ids, at) for at in range(r.shared if keep < r.shared else 0)]
         if self.config.window:
             if c < r.first * ps:
                 r.first = r.stop = c // ps

@@ -21,11 +21,22 @@ POOLS = {
     "sparse": {"pages": 11, "ratio": 2},
 }
 
+SIZES = (1, 2, 3, 4, 5)
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "plain": {"ps": SIZES},
+    "prefix cache": {"ps": SIZES},
+    "window": {"ps": SIZES, "window": (1, 3, 6, 9)},
+    "window, map, prefix": {"ps": SIZES, "window": (1, 3, 6, 9)},
+    "sparse": {"ps": SIZES, "buffer": (1, 5, 9), "scratch": (0, 2, 6)},
+}
+
 
 class Walk:
     def __init__(self, name: str, seed: int) -> None:
-        config = replace(CONFIGS[name], **POOLS[name])
-        self.world, self.random = World(config), random.Random(seed)
+        self.random = random.Random(seed)
+        shapes = {key: self.random.choice(few) for key, few in SHAPES[name].items()}
+        config = replace(CONFIGS[name], **POOLS[name], **shapes)
+        self.world = World(config)
         self.verbs: list[Verb] = list(verbs_of(config).values())
         self.ever = [0, -3]
 

@@ -44,7 +44,7 @@ def make(config: Config) -> sgalloc.KVAllocator:
         config.pages,
         config.ps,
         config.rows,
-        40 * config.ps,
+        160 // config.ps * config.ps,
         device="cpu",
         window=window,
         sparse=sparse,
