@@ -187,6 +187,14 @@ class Holdings:
         return self._ledger.pages[row, first // size : -(-last // size)].copy()
 
     @counted
+    def window_pages(self, handle: Any) -> Int32:
+        """The window page of each page of one request, 0 below the frontier, int32
+        ``(A // page_size,)``, from the ledger: what `window_table` says, without reading it.
+        """
+        row, window = self._one_row(handle, "window_pages"), self._window()
+        return window.own_sides(row, int(self._ledger.allocated[row]) // self.page_size)
+
+    @counted
     def device_pages(self, handle: Any) -> Int32:
         """The device page of each logical page of one request, 0 where none is mapped, int32
         ``(A // page_size,)``, from the ledger: what `logical_to_device` says.

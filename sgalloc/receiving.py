@@ -69,14 +69,18 @@ class Receiving(GivingBack):
                 "opened with open or open_with_prefix"
             )
         matches, deadlines = _matches(prefix, n), _deadlines(deadline, n)
+        if not isinstance(logical_only, bool):
+            raise TypeError(f"logical_only must be True or False, got {shown(logical_only)}")
         if not n:
             return NO_ROWS.copy()
         if self._core.side is None and (window_tail is not None or logical_only):
-            name = "logical_only" if logical_only else "window_tail"
-            raise ValueError(f"{name}= is for an allocator with window= or sparse=")
+            name, maker = ("logical_only", "sparse") if logical_only else ("window_tail", "window")
+            raise ValueError(
+                f"{name}= is for a second group of pages: make the allocator with {maker}="
+            )
         tail = None if window_tail is None else counts(window_tail, n, "window_tail")
         return transfer.preallocate(
-            self._core, wanted, number, matches, deadlines, tail, bool(logical_only)
+            self._core, wanted, number, matches, deadlines, tail, logical_only
         )
 
     @counted

@@ -46,7 +46,7 @@ def test_the_page_on_speculation_runs() -> None:
 
 def test_the_page_on_disaggregation_runs() -> None:
     names = run_blocks(ROOT / "docs" / "disaggregation.md")
-    for side in ("prefill", "decode"):
+    for side in ("prefill", "decode", "node", "host"):
         names[side].check(device=True)  # type: ignore[attr-defined]
     assert names["decode"].stats().rows.open == 0  # type: ignore[attr-defined]
 

@@ -220,6 +220,16 @@ class Window:
         moved = (committed - self._keep) // self._ledger.per_page
         return np.where(self.behind(rows, committed), moved, first)
 
+    def most_pages(self, step: int) -> int:
+        """Most pages that a row holds once its frontier follows it, before every step.
+
+        Args:
+            step: tokens that one step takes ahead of C, at least 1.
+        """
+        size = self._ledger.page_size
+        late = (self.lag - self._keep) // size - 1
+        return -(-(size - 1 + self._keep + step) // size) + late
+
     def moving(self, rows: Int64, committed: Int64, upto: Int64 | None) -> WindowPart:
         """A part that moves frontiers and takes nothing; they never fall.
 
@@ -250,7 +260,7 @@ class Window:
         size = self._ledger.page_size
         begin = matched
         if tail is not None:
-            self._check_tail(np.zeros_like(lengths), matched * size, lengths, tail, matched > 0)
+            self._check_tail(None, matched * size, lengths, tail, matched > 0)
             begin = np.maximum(matched, (lengths - tail) // size)
         return int((-(-lengths // size) - begin).sum())
 
@@ -280,23 +290,33 @@ class Window:
         return np.where(plan.stop > plan.start, begin, first)
 
     def _check_tail(
-        self, rows: Int64, start: Int64, stop: Int64, tail: int | Int64, shares: NDArray[np.bool_]
+        self,
+        rows: Int64 | None,
+        start: Int64,
+        stop: Int64,
+        tail: int | Int64,
+        shares: NDArray[np.bool_],
     ) -> None:
-        """Refuse tails that do not leave whole pages; one may reach into a shared prefix."""
+        """Refuse tails that do not leave whole pages; one may reach into a shared prefix.
+
+        ``rows`` is None where they are not known yet.
+        """
         size = self._ledger.page_size
         begin, fresh = stop - tail, stop - start
-        long = np.where(shares, begin < 0, tail > fresh)
+        asked = (fresh > 0) | shares
         for broken, law in (
-            (long, "is longer than the {fresh} new tokens"),
-            ((fresh > 0) & (begin % size != 0), "leaves {begin} tokens before it, no whole pages"),
+            (~shares & (tail > fresh), "is longer than the {fresh} new tokens"),
+            (shares & (begin < 0), "is longer than the {stop} tokens of the request"),
+            (asked & (begin % size != 0), "leaves {begin} tokens before it, no whole pages"),
         ):
             at = broken.nonzero()[0]
             if at.size:
                 i = int(at[0])
                 length = int(np.broadcast_to(tail, begin.shape)[i])
-                text = law.format(fresh=int(fresh[i]), begin=int(begin[i]))
+                whose = f"lengths[{i}]={stop[i]}" if rows is None else f"row {rows[i]}"
+                text = law.format(fresh=int(fresh[i]), begin=int(begin[i]), stop=int(stop[i]))
                 raise ValueError(
-                    f"window_tail={length} of row {rows[i]} {text}: give a tail of at most "
+                    f"window_tail={length} of {whose} {text}: give a tail of at most "
                     f"the new tokens that begins on a page edge (page_size={size})"
                 )
 
