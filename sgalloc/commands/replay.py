@@ -15,15 +15,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sgalloc.errors import AllocError
+from sgalloc.groups.window import SlidingWindow
 from sgalloc.replay.acceptance import PRESETS, Acceptance, preset
 from sgalloc.replay.clock import StepTime
-from sgalloc.replay.engine import Engine, Options
+from sgalloc.replay.disaggregated import Disaggregated
+from sgalloc.replay.engine import Engine
+from sgalloc.replay.options import Disaggregation, Options
 from sgalloc.replay.page import prepare_directory, write_report
 from sgalloc.replay.prefix_only import replay_prefixes
 from sgalloc.replay.recording import Recording, Totals
 from sgalloc.replay.requests import Workload
 from sgalloc.replay.summary import summarise, to_table
 from sgalloc.replay.traces import read_trace
+from sgalloc.replay.windowed import default_pages
 from sgalloc.replay.workload import generate
 from sgalloc.sizing import SpecConfig
 
@@ -45,6 +49,20 @@ _OPTION_OF = {
     "topk": "--topk",
     "device": "--device",
     "check_every": "--check",
+    "overlap": "--overlap",
+    "admit": "--admit",
+    "window.tokens": "--window",
+    "window.num_pages": "--window-pages",
+    "window_pages": "--window-pages",
+    "window.evict_every": "--window-every",
+    "prefill_pages": "--prefill-pages",
+    "writers": "--writers",
+}
+# Options that belong to another one.
+_BELONG_TO = {
+    "spec": ("steps", "topk", "draft_tokens", "accept", "overlap"),
+    "window": ("window_pages", "window_every"),
+    "disaggregated": ("prefill_pages", "writers"),
 }
 
 
@@ -101,12 +119,30 @@ _OPTION_OF = {
 @click.option(
     "--draft-tokens",
     type=int,
-    help="Drafted tokens, the known one counted.  [default: steps + 1, dflash 16]",
+    help="Drafted tokens, the known one counted.  [default: steps + 1, tree steps * topk + 1, dflash 16]",
 )
 @click.option(
     "--accept",
     help=f"Mean tokens kept a step, or one of {', '.join(PRESETS)}.  [default: 2.65, dflash 4.24]",
 )
+@click.option(
+    "--overlap",
+    is_flag=True,
+    default=None,
+    help="With --spec: the engine hears of accepted tokens a step late.",
+)
+@click.option("--window", type=int, help="Tokens of a sliding window, with pages of its own.")
+@click.option(
+    "--window-pages", type=int, help="Pages for it.  [default: a quarter of --pages, or two chunks]"
+)
+@click.option("--window-every", type=int, help="Tokens between evictions from it.  [default: 1]")
+@click.option(
+    "--disaggregated",
+    is_flag=True,
+    help="Prefill on a node of its own, and send the KV to the one that decodes.",
+)
+@click.option("--prefill-pages", type=int, help="Pages of the prefill node.  [default: --pages]")
+@click.option("--writers", type=int, help="Most writers of a request's KV.  [default: 2]")
 @click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True)
 @click.option("--abort-rate", type=float, default=0.0, show_default=True, help="Share aborted.")
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -137,7 +173,9 @@ def replay(**given: Any) -> None:
         if given["cache_only"]:
             _cache_only(workload, given)
             return
-        engine = Engine(workload, _options(given), config=_plain(given))
+        options = _options(given)
+        run = Engine if options.disaggregated is None else Disaggregated
+        engine = run(workload, options, config=_plain(given))
         if given["report"] is not None:
             prepare_directory(given["report"])
     except KeyboardInterrupt:
@@ -194,14 +232,21 @@ def _on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
 
 def _refuse_idle(given: dict[str, Any]) -> None:
     """Options that would do nothing beside the others given."""
-    if given["spec"] == "none":
-        for name in ("steps", "topk", "draft_tokens", "accept"):
+    used = {name: given[name] not in (None, False, "none") for name in _BELONG_TO}
+    for owner, names in _BELONG_TO.items():
+        for name in names if not used[owner] else ():
             if given[name] is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is for speculation: add --spec")
+                raise ValueError(f"{_option(name)} does nothing alone: add {_option(owner)}")
+        if used[owner] and given["cache_only"]:
+            raise ValueError(f"--cache-only feeds the prefix cache alone: leave out --{owner}")
     if given["share_partial"] and not given["cache_only"]:
         raise ValueError("--share-partial is for the cache alone: add --cache-only")
     if given["cache_only"] and given["report"] is not None:
         raise ValueError("--cache-only prints one line and has no report: leave out --report")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _workload(given: dict[str, Any]) -> Workload:
@@ -232,14 +277,18 @@ def _pages(given: dict[str, Any], page_size: int) -> int:
 
 def _options(given: dict[str, Any]) -> Options:
     spec = _spec(given)
+    pages = _pages(given, max(given["page_size"], 1))
     return Options(
-        num_pages=_pages(given, max(given["page_size"], 1)),
+        num_pages=pages,
         page_size=given["page_size"],
         running_limit=given["running"],
         chunk=given["chunk"],
         spec=spec,
         acceptance=_acceptance(spec, given["accept"]),
+        overlap=bool(given["overlap"]),
         prefix_cache=given["prefix_cache"],
+        window=_window(given, pages),
+        disaggregated=_disaggregation(given, pages),
         admit=given["admit"],
         headroom=given["headroom"],
         abort_rate=given["abort_rate"],
@@ -249,6 +298,24 @@ def _options(given: dict[str, Any]) -> Options:
         device=given["device"],
         step_time=StepTime(),
     )
+
+
+def _window(given: dict[str, Any], pages: int) -> SlidingWindow | None:
+    if given["window"] is None:
+        return None
+    held = given["window_pages"]
+    if held is None:
+        size = max(given["page_size"], 1)
+        held = default_pages(pages, size, given["window"], given["chunk"])
+    every = 1 if given["window_every"] is None else given["window_every"]
+    return SlidingWindow(given["window"], held, evict_every=every)
+
+
+def _disaggregation(given: dict[str, Any], pages: int) -> Disaggregation | None:
+    if not given["disaggregated"]:
+        return None
+    held = pages if given["prefill_pages"] is None else given["prefill_pages"]
+    return Disaggregation(held, 2 if given["writers"] is None else given["writers"])
 
 
 def _spec(given: dict[str, Any]) -> SpecConfig:
@@ -261,7 +328,9 @@ def _spec(given: dict[str, Any]) -> SpecConfig:
     topk = 1 if given["topk"] is None else given["topk"]
     draft = given["draft_tokens"]
     if draft is None:
-        draft = 16 if algorithm == "dflash" else max(steps, 3) + 1
+        # Of a tree each level has topk nodes, so that its path has to be moved.
+        nodes = steps * topk if algorithm == "eagle" and topk > 1 else max(steps, 3)
+        draft = 16 if algorithm == "dflash" else nodes + 1
     return SpecConfig(algorithm, steps=steps, topk=topk, draft_tokens=draft)
 
 

@@ -91,6 +91,7 @@ class Disaggregated(Engine):
         self._told = 0
         self._full = Blocked()
         self._turns = 0
+        self._spent = 0
         # Chunks of the step that the prefill node is in, and when it ends.
         self._chunk_step: tuple[list[tuple[int, int]], float] | None = None
 
@@ -108,7 +109,6 @@ class Disaggregated(Engine):
 
     def _step(self) -> bool:
         """One step of the decode node, and what the others do meanwhile."""
-        spent = self.recording.spent_ns
         self._turns += 1
         for alloc in self._allocators():
             alloc.settle()
@@ -119,7 +119,9 @@ class Disaggregated(Engine):
         self._sample(waiting)
         if self._running.size:
             self._decode_step([])
-            self._after_step(spent)
+            # With what both nodes spent in turns without a step of this one.
+            self._after_step(self._spent)
+            self._spent = self.recording.spent_ns
             return True
         return self._idle()
 
@@ -258,7 +260,7 @@ class Disaggregated(Engine):
             )
         held = 0 if match is None else match.length
         source = self.entry.pages(int(self._entry_handle[which]), held, length)
-        # An estimate of the deadline: the extents are not known before the pages are.
+        # The deadline is set before the extents are known: at worst each is a page.
         slowest = self._nodes.transfer_time.seconds(length - held, source.size)
         deadline = self._now + _PATIENCE * slowest + _GRACE
         try:
@@ -271,6 +273,7 @@ class Disaggregated(Engine):
             return False
         first, _, _ = pair_extents(source, alloc.pages(handle, held, length))
         totals.transfers += 1
+        totals.matched_tokens += held
         totals.sent_tokens += length - held
         totals.sent_pages += source.size
         totals.extents += first.size

@@ -62,6 +62,7 @@ class Totals:
         live: transfers that made a request live.
         transfer_aborts: requests aborted while their KV was under way.
         reclaimed: transfers given up at their deadline.
+        matched_tokens: tokens that the decode node had in its prefix cache.
         sent_tokens: tokens whose KV was sent.
         sent_pages: pages that hold them.
         extents: runs that are consecutive on both sides, of all transfers.
@@ -100,6 +101,7 @@ class Totals:
     live: int = 0
     transfer_aborts: int = 0
     reclaimed: int = 0
+    matched_tokens: int = 0
     sent_tokens: int = 0
     sent_pages: int = 0
     extents: int = 0

@@ -237,7 +237,7 @@ def test_speculation_commits_exactly_the_goal_and_trims(name, p, steps):
     # the path of a tree is brought together, and the branches go back.
     wanted = [-(-(tokens + reserve) // PAGE) * PAGE for tokens in committed]
     if spec.topk > 1:
-        wanted = [-(-tokens // PAGE) * PAGE for tokens in committed[1:] + [0]]
+        wanted = [-(-tokens // PAGE) * PAGE for tokens in [*committed[1:], 0]]
     assert column(recording, "allocated") == [0, 8, *wanted[:-1], 0]
     # What was reserved and not committed went back before the release.
     assert watched.releases == [Release(committed=17, allocated=20, known=18)]
