@@ -119,7 +119,8 @@ _BELONG_TO = {
 @click.option(
     "--draft-tokens",
     type=int,
-    help="Drafted tokens, the known one counted.  [default: steps + 1, tree steps * topk + 1, dflash 16]",
+    help="Drafted tokens, the known one counted.  "
+    "[default: steps + 1, of a tree steps * topk + 1, dflash 16]",
 )
 @click.option(
     "--accept",

@@ -116,7 +116,7 @@ class Disaggregated(Engine):
         self._hear()
         self._prefill()
         waiting = self._receive()
-        self._sample(waiting)
+        self._sample_before(waiting)
         if self._running.size:
             self._decode_step([])
             # With what both nodes spent in turns without a step of this one.

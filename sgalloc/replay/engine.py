@@ -44,6 +44,7 @@ class Engine(Admission):
         # Of an overlapped step that still runs: who took part, and what the model will keep.
         self._flight: tuple[IntArray, IntArray] | None = None
         self._ends: float | None = None
+        self._sample_late: bool | None = None
         self._frame_every = 1
         self._stopping = False
         self._over = False
@@ -76,7 +77,7 @@ class Engine(Admission):
             self.alloc.settle()
         self._arrive()
         waiting = self._admit()
-        self._sample(waiting)
+        self._sample_before(waiting)
         if not self._prefilling and not self._running.size:
             if self._queue:
                 return True
@@ -94,6 +95,9 @@ class Engine(Admission):
     def _decode_step(self, chunks: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """One forward over the running requests and these chunks; the chunks that took part."""
         plan, chunks = self._prepared(chunks)
+        if self._sample_late is not None:
+            self._sample(self._sample_late)
+            self._sample_late = None
         totals = self._totals
         if plan.side is not None:
             totals.window_evicted += plan.gain[windowed.GROUP]
@@ -104,6 +108,17 @@ class Engine(Admission):
         self._decoded(plan, ends)
         self._now = ends
         return chunks
+
+    def _sample_before(self, waiting: bool) -> None:
+        """Sample at the start of a step, but where the branches of trees would be missed.
+
+        They are there while the step runs and gone at the next start, so such a step is sampled
+        once it is prepared.
+        """
+        if self._options.tree and (self._running.size or self._sharing()):
+            self._sample_late = waiting
+        else:
+            self._sample(waiting)
 
     def _after_step(self, spent: int) -> None:
         self.recording.step_ns.append(self.recording.spent_ns - spent)
@@ -274,7 +289,9 @@ class Engine(Admission):
         group = stats.groups["full"]
         self._totals.evicted = group.evicted
         if waiting:
-            share = (group.owned + group.pinned + group.cached) / group.total
+            share = max(
+                (one.owned + one.pinned + one.cached) / one.total for one in stats.groups.values()
+            )
             self._totals.pressed_steps += 1
             self._totals.waiting_pressure = min(self._totals.waiting_pressure, share)
         self.recording.sample(

@@ -36,8 +36,9 @@ KEYS: dict[str, str] = {
     "shared page counts for each of them): mean as above",
     "tail_waste.share": "the same per token allocated; null where nothing was allocated",
     "pressure.steps": "steps that began while requests waited for pages",
-    "pressure.lowest_filled_share": "lowest share of the pool that was owned or cached at the "
-    "start of such a step; null if there was none",
+    "pressure.lowest_filled_share": "lowest share of the pool that was owned, pinned or cached at "
+    "the start of such a step, of the fuller group where there is a window, on the decode node "
+    "where there are two; null if there was none",
     "speculation.request_steps": "speculative steps, counted once for each request in them",
     "speculation.committed_tokens": "tokens that they committed",
     "speculation.mean_committed_tokens": "tokens a request commits a step; null without any",

@@ -43,8 +43,9 @@ class Totals:
         retractions: requests sent back to the queue for want of pages.
         evicted: pages evicted from the prefix cache.
         peak_running: most requests that ran at once.
-        waiting_pressure: the lowest share of pages owned or cached at the start of a step in
-            which requests waited for pages (1.0 if none ever did).
+        waiting_pressure: the lowest share of pages owned, pinned or cached, of the fuller
+            group, at the start of a step in which requests waited for pages (1.0 if none ever
+            did); on the decode node where there are two.
         pressed_steps: steps in which requests waited for pages.
         accepted: tokens committed by speculative steps.
         speculative_steps: requests times steps that speculated.
