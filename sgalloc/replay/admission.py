@@ -195,9 +195,7 @@ class Admission:
     def _has_room(self, plan: Plan, matched: int, fill: int) -> bool:
         """Whether admission may do ``plan``, the prefill of ``matched`` to ``fill`` tokens."""
         options = self._options
-        # What a tree reserves is not held between two steps, and has to be left free.
-        ahead = max(options.headroom, options.reserve if options.tree else 0)
-        headroom = -(-ahead // options.page_size) * (self._growing() + 1)
+        headroom = -(-options.ahead // options.page_size) * (self._growing() + 1)
         by_prompt = options.admit == "prompt"
         rooms = self._rooms(self.entry)
         owed = self._owed() if by_prompt else 0

@@ -234,8 +234,7 @@ class Disaggregated(Engine):
                 match = alloc.prefix.match(tokens)
             others = [size for one, size in self._came_back.items() if one != which]
             entry = (tokens.size, 0 if match is None else match)
-            headroom = max(self._options.headroom, self._options.reserve)
-            if active and not admit(alloc, [entry], active, headroom, others):
+            if active and not admit(alloc, [entry], active, self._options.ahead, others):
                 self._full.note(self._turns, self._rooms(alloc))
                 return True
             writers = int(self._rng.integers(1, self._nodes.writers + 1))

@@ -112,6 +112,14 @@ class Options:
             return 0
         return sizing.alloc_reserve_per_decode(self.spec, self.page_size)
 
+    @property
+    def ahead(self) -> int:
+        """Tokens a request that admission leaves free for those that decode.
+
+        What a tree reserves is not held between two steps, so it is left free, too.
+        """
+        return max(self.headroom, self.reserve if self.tree else 0)
+
     def _check_speculation(self) -> None:
         spec = self.spec
         if not self.speculates:
