@@ -336,7 +336,8 @@ class Holdings:
         return self._window().first.take(self._ledger.rows_of(x)) * self.page_size
 
     def owners(self) -> Int64:
-        """Who has each page, int64 ``(num_pages + 1,)``, a copy; entry 0 is the padding page.
+        """Who has each page of the group that the table names, int64 ``(pages + 1,)``, a copy;
+        entry 0 is the padding page.
 
         A positive number is the row of the one request that owns the page. 0 is free, -1 in
         the prefix cache, -2 in quarantine, -3 in the prefix cache and held by a request or an

@@ -181,7 +181,7 @@ class DevicePages:
         """Note that ``part`` was done with ``ids``."""
         rows = part.rows
         if isinstance(part, MovingPart):
-            self.first[rows] = np.maximum(part.covered - 1, 0)
+            self.first[rows] = part.covered - 1
             self.stop[rows] = part.covered
             return
         shown_ = part.shown
