@@ -18,6 +18,7 @@ from sgalloc.errors import (
     StalePlan,
     WrongState,
 )
+from sgalloc.groups.sparse import Sparse
 from sgalloc.groups.window import SlidingWindow
 from sgalloc.ledger import Batch
 from sgalloc.pins import Transfer
@@ -39,6 +40,7 @@ __all__ = [
     "RowTooNarrow",
     "Runs",
     "SlidingWindow",
+    "Sparse",
     "StaleHandle",
     "StalePlan",
     "Stats",

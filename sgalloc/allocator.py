@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sgalloc import compacting, growing, ranges, returning, transfer
+from sgalloc import compacting, growing, ranges, returning, thinning, transfer
 from sgalloc.caching import checked_namespace
 from sgalloc.compacting import Moves
 from sgalloc.core import Core
 from sgalloc.device import SideTables, Writer, open_device
 from sgalloc.errors import AllocError
+from sgalloc.groups import Side
+from sgalloc.groups.sparse import DevicePages, Sparse
 from sgalloc.groups.window import SlidingWindow, Window
 from sgalloc.holdings import counted
 from sgalloc.inputs import Int64, counts, token_sequences, whole_number
@@ -39,6 +41,7 @@ _RANGED = (
     "commit",
     "trim",
     "evict_window",
+    "to_sparse",
     "release",
     "slots",
     "preallocate",
@@ -58,6 +61,8 @@ class KVAllocator(Receiving):
         row_width: slots in a row; see `sgalloc.sizing.row_width`.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or ``"auto"``: a GPU where there is one.
         window: a second group of pages for sliding window attention.
+        sparse: KV in host memory under logical pages, which the table names, and on the device a
+            buffer for each request: ``num_pages`` are those of the device.
         prefix_cache: whether to keep the pages of finished requests for those to come.
         stream: where the table is written: None for the stream current at each call (torch's
             if torch is loaded, else CuPy's), a stream or a raw handle, or ``"plan"`` for one of
@@ -80,6 +85,7 @@ class KVAllocator(Receiving):
         row_width: int,
         device: str = "auto",
         window: SlidingWindow | None = None,
+        sparse: Sparse | None = None,
         *,
         prefix_cache: bool = False,
         stream: Any = None,
@@ -107,7 +113,18 @@ class KVAllocator(Receiving):
             raise TypeError(f"page_table must be True or False, got {page_table!r}")
         if window is not None and not isinstance(window, SlidingWindow):
             raise TypeError(f"window must be a SlidingWindow or None, got {window!r}")
+        logical = 0
+        if sparse is not None:
+            logical = _logical_pages(sparse, self.num_pages, self.page_size)
+            if window is not None or prefix_cache:
+                other = "window=" if window is not None else "prefix_cache=True"
+                raise ValueError(
+                    f"{other} does not go with sparse=: its pages are read on the device, where a "
+                    "sparse request keeps none of them; leave one out"
+                )
         shape = None
+        if sparse is not None:
+            shape = SideTables(False, (logical + 1) * self.page_size)
         if window is not None:
             _check_slots(window.num_pages, self.page_size, "window.num_pages")
             entries = (self.num_pages + 1) * self.page_size if window.slot_map else 0
@@ -122,11 +139,16 @@ class KVAllocator(Receiving):
             page_table,
             shape,
         )
-        ledger = Ledger(self.max_requests, self.row_width, self.page_size)
+        group = "full" if sparse is None else "logical"
+        ledger = Ledger(self.max_requests, self.row_width, self.page_size, group)
         self._ledger = ledger
         self._refusals: Counter[str] = Counter()
-        pool = PagePool(self.num_pages)
-        side = None if window is None else Window(ledger, window, prefix_cache)
+        pool = PagePool(logical or self.num_pages, group)
+        side: Side | None = None
+        if window is not None:
+            side = Window(ledger, window, prefix_cache)
+        elif sparse is not None:
+            side = DevicePages(ledger, sparse, self.num_pages)
         self._core = Core.build(ledger, pool, table, prefix_cache, self._count, side)
         self._make_plan = Plan
         if ranges.listening():
@@ -178,7 +200,13 @@ class KVAllocator(Receiving):
     # -- growing ---------------------------------------------------------------------------
 
     def extend(
-        self, x: Any, lengths: Any, out: Any = None, after: Any = None, window_tail: Any = None
+        self,
+        x: Any,
+        lengths: Any,
+        out: Any = None,
+        after: Any = None,
+        window_tail: Any = None,
+        logical_only: bool = False,
     ) -> Plan:
         """Prefill, or the next chunk: grow until A covers ``lengths``, then C = lengths.
 
@@ -189,6 +217,8 @@ class KVAllocator(Receiving):
             after: a CUDA event that the write waits for.
             window_tail: for rows that hold no window page: the last tokens alone that get
                 window pages, an int or one per request; what is before them is whole pages.
+            logical_only: with ``sparse=``: take logical pages alone. Without it all of a request
+                comes onto the device, a sparse one's, too.
 
         Returns:
             The applied plan.
@@ -202,8 +232,9 @@ class KVAllocator(Receiving):
             stop = self._extend_stop(rows, start, lengths)
             self._core.settle()
             plan = self._make_plan(self._ledger, rows, start, cur, stop, committing=rows)
+            only = logical_only is not False and self._logical_only(logical_only)
             if self._core.side is not None or window_tail is not None:
-                self._beside(plan, tail=window_tail)
+                self._beside(plan, tail=window_tail, main_only=only)
             growing.apply(self._core, plan, out, after)
         except AllocError as refusal:
             self._count(refusal)
@@ -279,6 +310,7 @@ class KVAllocator(Receiving):
         decode: tuple[Any, Any] | None = None,
         reserve: tuple[Any, Any] | None = None,
         evict_window: bool = False,
+        logical_only: bool = False,
     ) -> Plan:
         """Any mix of extend, decode and reserve, not yet done.
 
@@ -288,6 +320,7 @@ class KVAllocator(Receiving):
             reserve: requests and reserves.
             evict_window: let what left the window of these requests go back first; the plan
                 counts it as ``gain``.
+            logical_only: what is extended takes logical pages alone.
 
         Returns:
             The plan; ``plan.fits`` says whether `apply` would succeed now.
@@ -313,8 +346,10 @@ class KVAllocator(Receiving):
         plan = mixed_plan(self._make_plan, self._ledger, *parts)
         if evict_window:
             self._window()
+        only = logical_only is not False and self._logical_only(logical_only)
         if self._core.side is not None:
-            self._beside(plan, evict=bool(evict_window))
+            only = only and parts[0] is not None and parts[0][0].size > 0
+            self._beside(plan, evict=bool(evict_window), main_only=only)
         plan.fits = self._core.has_room(plan)
         return plan
 
@@ -432,6 +467,26 @@ class KVAllocator(Receiving):
         return compacting.compact(self._core, rows, known, after)
 
     @counted
+    def to_sparse(self, x: Any, after: Any = None) -> None:
+        """After a prefill was copied out: keep a buffer on the device, and give back the rest.
+
+        A request with more device pages than the buffer keeps so many, which leave the map, and
+        one more, mapped, for its newest token; one with fewer keeps all, mapped. Each takes its
+        scratch pages for drafts, and what it lacks of all that if it has only logical pages.
+
+        Args:
+            x: a batch, handles or a handle.
+            after: an event; what goes back waits in quarantine until it is done.
+
+        Raises:
+            WrongState: one is sparse already.
+            OutOfPages: the device group has too few pages; nothing was given back.
+            ValueError: this allocator was made without ``sparse=``.
+        """
+        group = self._device_pages()
+        thinning.to_sparse(self._core, group, self._ledger.rows_of(x), after)
+
+    @counted
     def release(self, x: Any, *, tokens: Any = None, after: Any = None) -> None:
         """Everything goes back: pages and row; one that is being received is aborted.
 
@@ -506,6 +561,14 @@ class KVAllocator(Receiving):
             tail = counts(tail, plan.rows.size, "window_tail")
         plan.attach(side.part(plan, evict, tail, main_only))
 
+    def _logical_only(self, wanted: Any) -> bool:
+        """``wanted``, if this allocator can do so."""
+        if not isinstance(wanted, bool):
+            raise TypeError(f"logical_only must be True or False, got {wanted!r}")
+        if wanted and not isinstance(self._core.side, DevicePages):
+            raise ValueError("logical_only= is for a device group: make the allocator with sparse=")
+        return wanted
+
     def _apply_through(self, plan: Plan, writer: Writer) -> None:
         """`apply`, with the table written by ``writer``."""
         self._check_plan(plan)
@@ -540,6 +603,15 @@ def _check_slots(num_pages: int, page_size: int, name: str) -> None:
             f"{name}={num_pages} of page_size={page_size} need slots past 2**31 - 1, the "
             f"last that int32 holds: use at most {(_MAX_SLOT + 1) // page_size - 1} pages"
         )
+
+
+def _logical_pages(sparse: Any, num_pages: int, page_size: int) -> int:
+    """Pages of the logical group, if their slots can be addressed."""
+    if not isinstance(sparse, Sparse):
+        raise TypeError(f"sparse must be a Sparse or None, got {sparse!r}")
+    logical = sparse.logical_pages(num_pages)
+    _check_slots(logical, page_size, "sparse.ratio * num_pages")
+    return logical
 
 
 def _operand(value: Any, n: int, name: str) -> Int64:

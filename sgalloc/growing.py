@@ -64,9 +64,9 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
     growth = plan.growth
     total = 0 if growth is None else growth.total
     victims = core.victims(total, part.need - part.gain)
-    leaving, leaving_sides = pages_of(victims)
+    leaving, leaving_sides = pages_of(victims) if victims else (NO_PAGES, NO_PAGES)
     owners, back = side.gained(part)
-    returning = np.concatenate((back, leaving_sides))
+    returning = np.concatenate((back, leaving_sides)) if victims else back
     ids = pool.peek(total, leaving)
     side_ids = side.pool.peek(part.need, returning)
     if growth is not None:
@@ -76,7 +76,7 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
         # Cached pages that are handed out again at once get their entries in the map anyway.
         gone = leaving[ids.size :] if ids.size < leaving.size else NO_PAGES
         write = joined(write, clearing(gone)) if gone.size else write
-    plan.ready = device.write(growth, ids, gather, after, write)
+    plan.ready = device.write(growth, ids if total else None, gather, after, write)
     if victims:
         core.evict(victims, leaving)
     if returning.size:
@@ -88,7 +88,7 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
     if growth is not None:
         pool.take(ids, growth.page_rows())
         ledger.grow(growth.rows, growth.where, ids, plan.extents)
-    elif side_ids.size or back.size:
+    elif write is not None:
         ledger.version += 1
 
 

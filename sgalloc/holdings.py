@@ -16,6 +16,7 @@ from sgalloc.contiguity import Runs, page_runs
 from sgalloc.core import Core
 from sgalloc.errors import AllocError, StalePlan
 from sgalloc.exports import PageTables
+from sgalloc.groups.sparse import DevicePages
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64, counts, int64_array, whole_number
 from sgalloc.ledger import Batch, Ledger
@@ -53,8 +54,9 @@ class Holdings:
     _refusals: Counter[str]
 
     def __repr__(self) -> str:
+        pool = self._core.pool
         return (
-            f"KVAllocator({self.num_pages} pages of {self.page_size}, {self.available()} free, "
+            f"KVAllocator({pool.num_pages} pages of {self.page_size}, {pool.free} free, "
             f"{self._ledger.open_rows} of {self.max_requests} rows open, {self._core.device.name})"
         )
 
@@ -110,6 +112,17 @@ class Holdings:
         return self._core.device.side_map
 
     @property
+    def logical_to_device(self) -> Any:
+        """From slots of the logical group to those of the device, int32, 0 where none is
+        resident; ``((logical_pages + 1) * page_size,)``.
+
+        Raises:
+            ValueError: this allocator was made without ``sparse=``.
+        """
+        self._device_pages()
+        return self._core.device.side_map
+
+    @property
     def prefix(self) -> PrefixCache:
         """The prefix cache: ``match`` and ``publish``.
 
@@ -160,10 +173,7 @@ class Holdings:
         Raises:
             ValueError: off a page edge, or outside the extent.
         """
-        rows = self._ledger.rows_of(handle)
-        if rows.size != 1:
-            raise ValueError(f"pages() takes one handle, got {rows.size}: call it for each")
-        row, size = int(rows[0]), self.page_size
+        row, size = self._one_row(handle, "pages"), self.page_size
         held = int(self._ledger.allocated[row])
         last = int(self._ledger.committed[row]) if stop is None else whole_number(stop, "stop")
         first = whole_number(start, "start")
@@ -175,6 +185,30 @@ class Holdings:
                 "ask for tokens within it"
             )
         return self._ledger.pages[row, first // size : -(-last // size)].copy()
+
+    @counted
+    def device_pages(self, handle: Any) -> Int32:
+        """The device page of each logical page of one request, 0 where none is mapped, int32
+        ``(A // page_size,)``, from the ledger: what `logical_to_device` says.
+        """
+        group = self._device_pages()
+        return group.mapped_pages(self._one_row(handle, "device_pages"))
+
+    @counted
+    def buffer_pages(self, handle: Any) -> Int32:
+        """Device page ids of one request's buffer, int32: a full one is not mapped, and is for
+        the engine's own swaps; one that is not full yet is mapped; a dense request has none.
+        """
+        group = self._device_pages()
+        return group.buffer_of(self._one_row(handle, "buffer_pages"))
+
+    @counted
+    def scratch_pages(self, handle: Any) -> Int32:
+        """Device page ids for the drafts of one request, int32, never mapped; none before it was
+        made sparse.
+        """
+        group = self._device_pages()
+        return group.scratch_of(self._one_row(handle, "scratch_pages"))
 
     @counted
     def slots(self, x: Any, start: Any, stop: Any, out: Any = None) -> Any:
@@ -311,7 +345,8 @@ class Holdings:
         return self._window().first.take(self._ledger.rows_of(x)) * self.page_size
 
     def owners(self) -> Int64:
-        """Who has each page, int64 ``(num_pages + 1,)``, a copy; entry 0 is the padding page.
+        """Who has each page of the group that the table names, int64 ``(pages + 1,)``, a copy;
+        entry 0 is the padding page.
 
         A positive number is the row of the one request that owns the page. 0 is free, -1 in
         the prefix cache, -2 in quarantine, -3 in the prefix cache and held by a request or an
@@ -349,6 +384,9 @@ class Holdings:
             laws.check_locks(core.tree, core.prefix.holds, core.quarantine, core.pins)
             laws.check_shared(core.ledger, core.tree, core.prefix.holds)
         window = core.side if isinstance(core.side, Window) else None
+        sparse = core.side if isinstance(core.side, DevicePages) else None
+        if sparse is not None:
+            laws.check_sparse(core.ledger, sparse)
         laws.check_pages(core.ledger, core.pool, core.tree, core.quarantine, core.pins, core.side)
         if window is not None:
             laws.check_window(core.ledger, window, core.tree)
@@ -360,11 +398,24 @@ class Holdings:
                 laws.check_window_table(
                     core.ledger, window, core.tree, core.quarantine, core.device
                 )
+            if sparse is not None:
+                laws.check_sparse_map(core.ledger, sparse, core.quarantine, core.device)
 
     def _window(self) -> Window:
         if not isinstance(self._core.side, Window):
             raise ValueError("this allocator has no window group: make it with window=")
         return self._core.side
+
+    def _device_pages(self) -> DevicePages:
+        if not isinstance(self._core.side, DevicePages):
+            raise ValueError("this allocator has no device group: make it with sparse=")
+        return self._core.side
+
+    def _one_row(self, handle: Any, name: str) -> int:
+        rows = self._ledger.rows_of(handle)
+        if rows.size != 1:
+            raise ValueError(f"{name}() takes one handle, got {rows.size}: call it for each")
+        return int(rows[0])
 
     def _check_plan(self, plan: Any) -> None:
         if not isinstance(plan, Plan):

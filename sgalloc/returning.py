@@ -9,9 +9,11 @@ import numpy as np
 from sgalloc.caching import PrefixCache, Prepared
 from sgalloc.core import Core
 from sgalloc.groups import NO_PAGES
+from sgalloc.groups.sparse import DevicePages
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64
 from sgalloc.ledger import NO_ROWS
+from sgalloc.pages import Int32
 from sgalloc.prefix import Node
 from sgalloc.quarantine import Returning
 
@@ -38,7 +40,7 @@ def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
     side, cut = core.side, None
     if side is not None:
         cut = side.cutting(rows, committed, keep)
-        unmapped = ids if side.mapped else NO_PAGES
+        unmapped = _mapped(core, rows, np.maximum(keep, shared), held, ids)
         what = what._replace(side_ids=cut.ids, side_owners=cut.owners, unmapped=unmapped)
         core.quarantine.unmap(unmapped, event)
     nodes = []
@@ -61,7 +63,7 @@ def release(core: Core, rows: Int64, prepared: list[Prepared], after: Any) -> No
     side = core.side
     shared, held = ledger.shared.take(rows), ledger.page_counts(rows)
     if side is not None and side.mapped:
-        leaving = ledger.page_range(rows, shared, held)[1]
+        leaving = _mapped(core, rows, shared, held, ledger.page_range(rows, shared, held)[1])
         if prepared:
             assert core.prefix is not None
             entering = core.prefix.entering(prepared)
@@ -89,7 +91,7 @@ def release(core: Core, rows: Int64, prepared: list[Prepared], after: Any) -> No
         what = what._replace(
             side_ids=side_ids[still],
             side_owners=beside[still],
-            unmapped=ids if side.mapped else NO_PAGES,
+            unmapped=_mapped(core, rows, shared, held, ids),
         )
         side.close(rows)
     ledger.close(rows, waiting=event is not None)
@@ -119,6 +121,16 @@ def evict_window(
     core.ledger.version += 1
     what = Returning(NO_PAGES, NO_ROWS, NO_ROWS, [], ids, owners)
     core.quarantine.give_back(what, event)
+
+
+def _mapped(core: Core, rows: Int64, first: Int64, stop: Int64, ids: Int32) -> Int32:
+    """Those of ``ids``, the pages ``[first, stop)`` of ``rows``, that the map may name."""
+    side = core.side
+    if isinstance(side, DevicePages):
+        low = np.maximum(first, side.first.take(rows))
+        high = np.minimum(stop, side.stop.take(rows))
+        return core.ledger.page_range(rows, low, np.maximum(low, high))[1]
+    return ids if side is not None and side.mapped else NO_PAGES
 
 
 def _enter(

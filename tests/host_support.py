@@ -189,7 +189,7 @@ def fingerprint(alloc: sgalloc.KVAllocator) -> tuple[Any, ...]:
     held = alloc.allocated(handles).tolist()
     return (
         (repr(stats.groups), stats.rows, stats.committed, stats.allocated, stats.staging),
-        (alloc.available(), alloc.available(counting_cache=True)),
+        [alloc.available(group, counting) for group in stats.groups for counting in (False, True)],
         handles,
         alloc.rows(handles).tolist(),
         alloc.committed(handles).tolist(),

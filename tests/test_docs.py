@@ -44,6 +44,11 @@ def test_the_page_on_speculation_runs() -> None:
     assert names["running"].size < 8, "the pool was too small for all"  # type: ignore[attr-defined]
 
 
+def test_the_page_on_sparse_requests_runs() -> None:
+    names = run_blocks(ROOT / "docs" / "sparse.md")
+    assert names["plan"].need["device"] == 21, "the page shows a request turn dense"  # type: ignore[attr-defined]
+
+
 def test_every_file_that_the_pages_name_is_there() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         text = page.read_text(encoding="utf-8")

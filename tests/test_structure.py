@@ -37,6 +37,7 @@ FLOORS = {
     "sgalloc.compacting": 3,
     "sgalloc.growing": 3,
     "sgalloc.returning": 3,
+    "sgalloc.thinning": 3,
     "sgalloc.laws": 3,
     "sgalloc.exports": 3,
     "sgalloc.holdings": 3,

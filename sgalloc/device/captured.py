@@ -98,13 +98,6 @@ class CapturedUpdate:
                 f"the plan needs {plan.num_new_pages} pages, but this update was made for "
                 f"{self._max_pages}: make one with a larger max_pages"
             )
-        waiting = (self._staged - int(self._applied[0])) % (1 << 32)
-        writes = plan.num_new_pages or (plan.side is not None and plan.side.gain)
-        if writes and waiting >= RING:
-            raise WrongState(
-                f"{waiting} staged steps wait for their replay, the most there can be: "
-                "replay the graph, and let a replay finish, before the next stage()"
-            )
         self._apply(plan, self)
 
     def write(
@@ -122,6 +115,12 @@ class CapturedUpdate:
                 f"update was made for {self._max_beside}: make one with a larger max_pages"
             )
         if pages is not None or side is not None:
+            waiting = (self._staged - int(self._applied[0])) % (1 << 32)
+            if waiting >= RING:
+                raise WrongState(
+                    f"{waiting} staged steps wait for their replay, the most there can be: "
+                    "replay the graph, and let a replay finish, before the next stage()"
+                )
             block = self._blocks[self._staged % RING]
             fill(block, pages, ids, None, 0, self._row_pages, 0, side, self._side)
             self._staged = (self._staged + 1) % (1 << 32)
