@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sgalloc.errors import AllocError
+from sgalloc.groups.sparse import Sparse
 from sgalloc.groups.window import SlidingWindow
 from sgalloc.replay.acceptance import PRESETS, Acceptance, preset
 from sgalloc.replay.clock import StepTime
@@ -29,7 +30,7 @@ from sgalloc.replay.summary import summarise, to_table
 from sgalloc.replay.traces import read_trace
 from sgalloc.replay.windowed import default_pages
 from sgalloc.replay.workload import generate
-from sgalloc.sizing import SpecConfig
+from sgalloc.sizing import SpecConfig, alloc_len_per_decode
 
 _GIB = 1 << 30
 _REDRAW_SECONDS = 0.1
@@ -55,6 +56,12 @@ _OPTION_OF = {
     "window.num_pages": "--window-pages",
     "window_pages": "--window-pages",
     "window.evict_every": "--window-every",
+    "sparse.ratio": "--sparse",
+    "sparse.device_buffer": "--device-buffer",
+    "sparse.draft_scratch": "--draft-scratch",
+    "prefix_cache": "--prefix-cache",
+    "window": "--window",
+    "disaggregated": "--disaggregated",
     "prefill_pages": "--prefill-pages",
     "writers": "--writers",
 }
@@ -62,6 +69,7 @@ _OPTION_OF = {
 _BELONG_TO = {
     "spec": ("steps", "topk", "draft_tokens", "accept", "overlap"),
     "window": ("window_pages", "window_every"),
+    "sparse": ("device_buffer", "draft_scratch"),
     "disaggregated": ("prefill_pages", "writers"),
 }
 
@@ -144,7 +152,16 @@ _BELONG_TO = {
 )
 @click.option("--prefill-pages", type=int, help="Pages of the prefill node.  [default: --pages]")
 @click.option("--writers", type=int, help="Most writers of a request's KV.  [default: 2]")
-@click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True)
+@click.option(
+    "--sparse", type=float, help="Logical pages for each of --pages, which are the device's."
+)
+@click.option("--device-buffer", type=int, help="Tokens kept on the device.  [default: 4096]")
+@click.option(
+    "--draft-scratch", type=int, help="Device tokens for drafts.  [default: what a step writes]"
+)
+@click.option(
+    "--prefix-cache/--no-prefix-cache", default=None, help="[default: with, but for --sparse]"
+)
 @click.option("--abort-rate", type=float, default=0.0, show_default=True, help="Share aborted.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--device", default="auto", show_default=True, help="Where the table lives.")
@@ -287,8 +304,9 @@ def _options(given: dict[str, Any]) -> Options:
         spec=spec,
         acceptance=_acceptance(spec, given["accept"]),
         overlap=bool(given["overlap"]),
-        prefix_cache=given["prefix_cache"],
+        prefix_cache=_prefix_cache(given),
         window=_window(given, pages),
+        sparse=_sparse(given, spec),
         disaggregated=_disaggregation(given, pages),
         admit=given["admit"],
         headroom=given["headroom"],
@@ -310,6 +328,22 @@ def _window(given: dict[str, Any], pages: int) -> SlidingWindow | None:
         held = default_pages(pages, size, given["window"], given["chunk"])
     every = 1 if given["window_every"] is None else given["window_every"]
     return SlidingWindow(given["window"], held, evict_every=every)
+
+
+def _prefix_cache(given: dict[str, Any]) -> bool:
+    if given["prefix_cache"] is None:
+        return given["sparse"] is None
+    return bool(given["prefix_cache"])
+
+
+def _sparse(given: dict[str, Any], spec: SpecConfig) -> Sparse | None:
+    if given["sparse"] is None:
+        return None
+    buffer, scratch = given["device_buffer"], given["draft_scratch"]
+    if scratch is None:
+        drafts = spec.algorithm != "none"
+        scratch = alloc_len_per_decode(spec, max(given["page_size"], 1)) if drafts else 0
+    return Sparse(given["sparse"], 4096 if buffer is None else buffer, scratch)
 
 
 def _disaggregation(given: dict[str, Any], pages: int) -> Disaggregation | None:

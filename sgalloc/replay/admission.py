@@ -8,6 +8,7 @@ import numpy as np
 
 from sgalloc import sizing
 from sgalloc.allocator import KVAllocator
+from sgalloc.errors import OutOfPages
 from sgalloc.plan import Plan
 from sgalloc.replay import windowed
 from sgalloc.replay.options import Options
@@ -60,7 +61,7 @@ class Admission:
         self.recording = Recording(
             dict(config or {}),
             workload.name,
-            options.num_pages,
+            options.main_pages,
             options.page_size,
             reserve=options.reserve,
         )
@@ -76,6 +77,9 @@ class Admission:
         self.recording.device = self.alloc.device
         self.entry = self.alloc
         self._entry_handle = self._requests.handle
+        self._scratch = 0
+        if options.sparse is not None:
+            self._scratch = -(-options.sparse.draft_scratch // options.page_size)
         self._window: windowed.WindowNeeds | None = None
         if options.window is not None:
             self.recording.window = options.window.tokens
@@ -93,6 +97,7 @@ class Admission:
             sizing.row_width(longest, options.spec, options.page_size),
             device=options.device,
             window=options.window,
+            sparse=options.sparse,
             prefix_cache=options.prefix_cache,
         )
         verbs = [*_TIMED]
@@ -101,6 +106,9 @@ class Admission:
         if options.window is not None:
             verbs.append("evict_window")
             self.recording.pools[where + windowed.GROUP] = PoolRecord(options.window.num_pages)
+        if options.sparse is not None:
+            verbs.append("to_sparse")
+            self.recording.pools["device"] = PoolRecord(options.num_pages)
         time_verbs(alloc, verbs, self.recording, where)
         if options.prefix_cache:
             time_verbs(alloc.prefix, _TIMED_PREFIX, self.recording, where)
@@ -118,8 +126,15 @@ class Admission:
 
     def _fits_alone(self, which: int) -> bool:
         """Whether a request fits into pools that are empty but for it."""
-        pages = sizing.num_pages_for(self._longest(which), self._options.page_size)
-        return pages <= self._options.num_pages
+        options, requests = self._options, self._requests
+        pages = sizing.num_pages_for(self._longest(which), options.page_size)
+        if options.sparse is not None:
+            # One that was sent back is prefilled as a whole on the device.
+            dense = int(requests.prompt[which] + requests.goal[which]) - 1
+            held = sizing.num_pages_for(dense, options.page_size) + self._scratch
+            if held > options.num_pages:
+                return False
+        return pages <= options.main_pages
 
     def _arrive(self) -> None:
         requests = self._requests
@@ -145,10 +160,11 @@ class Admission:
 
     def _rooms(self, alloc: KVAllocator) -> tuple[int, ...]:
         """Pages that could be had, cached ones included, of each group."""
-        full = alloc.available(counting_cache=True)
-        if self._window is None:
-            return (full,)
-        return (full, alloc.available(windowed.GROUP, counting_cache=True))
+        main = alloc.available(self._options.group, counting_cache=True)
+        side = self._options.side
+        if side is None:
+            return (main,)
+        return (main, alloc.available(side, counting_cache=True))
 
     def _admit(self) -> bool:
         """Open requests, first come first served; whether the next one waits for pages."""
@@ -199,19 +215,27 @@ class Admission:
         by_prompt = options.admit == "prompt"
         rooms = self._rooms(self.entry)
         owed = self._owed() if by_prompt else 0
-        if plan.need["full"] > rooms[0] - headroom - owed:
+        if plan.need[options.group] > rooms[0] - headroom - owed:
+            self._totals.main_waits += 1
             return False
-        if self._window is None:
+        if options.side is None:
             return True
-        need, window = plan.need[windowed.GROUP], self._window
-        if by_prompt:
-            requests = self._requests
+        need = plan.need[options.side]
+        if self._window is None:
+            # A prompt is dense while it is prefilled, and takes its scratch at the end.
+            need += self._scratch
+            owed += self._scratch * len(self._prefilling)
+        elif by_prompt:
+            requests, window = self._requests, self._window
             need = min(need, window.reach(fill))
             owed = sum(
                 window.reach(requests.fill(which)) - window.reach(int(requests.filled[which]))
                 for which in self._prefilling
             )
-        return need <= rooms[1] - headroom - owed
+        if need > rooms[1] - headroom - owed:
+            self._totals.side_waits += 1
+            return False
+        return True
 
     def _open(self, which: int, alone: bool) -> tuple[int, int]:
         """A handle for the request, and how many of its tokens the cache has.
@@ -283,6 +307,8 @@ class Admission:
                 self._close(which, finished=False)
             elif upto == requests.fill(which):
                 self._prefilling.remove(which)
+                if self._options.sparse is not None and not self._thin(which):
+                    continue
                 self._publish(self.entry, int(self._entry_handle[which]), which)
                 requests.produced[which] += 1
                 self._totals.decoded += 1
@@ -300,6 +326,21 @@ class Admission:
             self._totals.window_evicted += windowed.evict(alloc, handle)
         if self._options.prefix_cache and not self._requests.unshared[which]:
             alloc.prefix.publish(handle, [self._requests.tokens(which)])
+
+    def _thin(self, which: int) -> bool:
+        """Make a complete prompt sparse; one that finds no scratch goes back to the queue."""
+        before = self.alloc.available("device")
+        try:
+            self.alloc.to_sparse(int(self._entry_handle[which]))
+        except OutOfPages:
+            self._release(self.alloc, self._entry_handle, [which])
+            self._queue.appendleft(which)
+            self._totals.retractions += 1
+            self._totals.device_retractions += 1
+            self._blocked.clear()
+            return False
+        self._totals.thinned += max(self.alloc.available("device") - before, 0)
+        return True
 
     def _close(self, which: int, finished: bool) -> None:
         """End a request that has just been prefilled."""

@@ -199,7 +199,7 @@ class Disaggregated(Engine):
                 return []
             victims = which.tolist()[::-1]
             self._unshare(victims[-1])
-        if self._window is not None and windowed.short_of_window_alone(self.entry, plan):
+        if windowed.short_of_side_alone(self.entry, plan):
             self._totals.window_retractions += len(victims)
         self._release(self.entry, self._entry_handle, victims)
         self._queue.extendleft(victims)

@@ -99,7 +99,7 @@ class Engine(Admission):
             self._sample(self._sample_late)
             self._sample_late = None
         totals = self._totals
-        if plan.side is not None:
+        if self._window is not None:
             totals.window_evicted += plan.gain[windowed.GROUP]
         prefilled = sum(upto - int(self._requests.filled[which]) for which, upto in chunks)
         totals.steps += 1
@@ -248,8 +248,11 @@ class Engine(Admission):
             victims += number.values()
             if self._window is not None:
                 self._unshare(victims[-1])
-        if self._window is not None and windowed.short_of_window_alone(self.alloc, plan):
-            self._totals.window_retractions += len(victims)
+        if windowed.short_of_side_alone(self.alloc, plan):
+            if self._window is not None:
+                self._totals.window_retractions += len(victims)
+            else:
+                self._totals.device_retractions += len(victims)
         self._release(self.alloc, requests.handle, victims)
         self._queue.extendleft(victims)
         self._totals.retractions += len(victims)
@@ -286,7 +289,7 @@ class Engine(Admission):
 
     def _sample(self, waiting: bool) -> None:
         stats = self.alloc.stats()
-        group = stats.groups["full"]
+        group = stats.groups[self._options.group]
         self._totals.evicted = group.evicted
         if waiting:
             share = max(
@@ -312,8 +315,9 @@ class Engine(Admission):
                 self._frame_every *= 2
 
     def _sample_pools(self, stats: Stats) -> None:
-        if self._window is not None:
-            self.recording.pools[windowed.GROUP].sample(stats.groups[windowed.GROUP])
+        side = self._options.side
+        if side is not None:
+            self.recording.pools[side].sample(stats.groups[side])
 
     def _drain(self) -> None:
         """Give everything back, empty the cache, and see that nothing is missing."""

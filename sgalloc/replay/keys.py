@@ -7,7 +7,7 @@ KEYS: dict[str, str] = {
     "workload": "name of the workload",
     "device": "device that held the table",
     "config.*": "options of the run",
-    "pool.pages": "pages of the pool",
+    "pool.pages": "pages of the pool; the logical ones of a sparse allocator",
     "pool.page_tokens": "tokens a page",
     "requests.total": "requests of the workload",
     "requests.finished": "requests that ran to their end",
@@ -60,6 +60,17 @@ KEYS: dict[str, str] = {
     "window.retractions": "those of requests.retractions for want of window pages alone",
     "window.unshared_requests": "requests that went without their cached prefix, since its window "
     "pages left no room for their own",
+    "sparse.held_mean_pages": "device pages that requests hold: mean as for occupancy; null unless "
+    "sparse, as all of this group",
+    "sparse.held_peak_pages": "the same, at its highest",
+    "sparse.dense_mean_pages": "logical pages that requests hold, each of which a dense request "
+    "has on the device, too: mean as above",
+    "sparse.saved_mean_pages": "pages by which they hold less on the device: mean as above",
+    "sparse.saved_share": "the same, per page of a dense request",
+    "sparse.thinned_pages": "device pages that came back when prompts became sparse",
+    "sparse.retractions": "those of requests.retractions for want of device pages alone",
+    "sparse.logical_waits": "times that admission was refused for want of logical pages",
+    "sparse.device_waits": "times that admission was refused for want of device pages alone",
     "disaggregation.prefill_steps": "steps of the prefill node; null without one, as all of this "
     "group",
     "disaggregation.prefill_retractions": "those of requests.retractions on the prefill node",
@@ -78,7 +89,7 @@ KEYS: dict[str, str] = {
     "disaggregation.live_mean_seconds": "from the end of a prefill to live: mean",
     "disaggregation.live_most_seconds": "the same, at its longest",
     "pools.*.pages": "pages of a pool beside the main one (which is that of the decode node where "
-    "there are two)",
+    "there are two, and the logical one where there is a device group)",
     "pools.*.mean_share": "share of it that is not free: mean as for occupancy",
     "pools.*.peak_share": "the same, at its highest",
     "pools.*.held_mean_pages": "pages of it that requests hold: mean as for occupancy",

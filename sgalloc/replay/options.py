@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sgalloc import sizing
+from sgalloc.groups.sparse import Sparse
 from sgalloc.groups.window import SlidingWindow
 from sgalloc.replay.acceptance import Acceptance
 from sgalloc.replay.clock import StepTime, TransferTime
@@ -38,7 +39,7 @@ class Options:
     """How the engine runs.
 
     Attributes:
-        num_pages, page_size: of the pool.
+        num_pages, page_size: of the pool; with ``sparse`` the pages of the device.
         running_limit: most requests at once.
         chunk: most tokens prefilled in a step.
         spec: speculative decoding, or none.
@@ -46,6 +47,7 @@ class Options:
         overlap: whether the engine hears of a step's accepted tokens a step late.
         prefix_cache: whether finished requests leave their pages for others.
         window: a second group of pages, for sliding window attention.
+        sparse: the KV in host memory under logical pages, and a buffer on the device.
         disaggregated: a prefill node with a pool of its own.
         admit: ``"prompt"`` opens a request when its whole prompt fits, ``"chunk"`` when its
             first chunk does, which fills the pool closer and retracts more.
@@ -67,6 +69,7 @@ class Options:
     overlap: bool = False
     prefix_cache: bool = True
     window: SlidingWindow | None = None
+    sparse: Sparse | None = None
     disaggregated: Disaggregation | None = None
     admit: str = "prompt"
     headroom: int = 32
@@ -89,11 +92,30 @@ class Options:
         if self.admit not in ("prompt", "chunk"):
             raise ValueError(f"admit is {self.admit!r}: give 'prompt' or 'chunk'")
         self._check_speculation()
+        if self.sparse is not None:
+            self._check_sparse()
         if self.disaggregated is not None and self.admit == "chunk":
             raise ValueError(
                 "admit is 'chunk', but a prefill node sends whole prompts: give 'prompt' with "
                 "disaggregation"
             )
+
+    @property
+    def group(self) -> str:
+        """Name of the main group of pages."""
+        return "full" if self.sparse is None else "logical"
+
+    @property
+    def side(self) -> str | None:
+        """Name of the second group of pages, where there is one."""
+        if self.window is not None:
+            return "window"
+        return None if self.sparse is None else "device"
+
+    @property
+    def main_pages(self) -> int:
+        """Pages of the main group."""
+        return self.num_pages if self.sparse is None else self.sparse.logical_pages(self.num_pages)
 
     @property
     def speculates(self) -> bool:
@@ -119,6 +141,16 @@ class Options:
         What a tree reserves is not held between two steps, so it is left free, too.
         """
         return max(self.headroom, self.reserve if self.tree else 0)
+
+    def _check_sparse(self) -> None:
+        for name, value, why in (
+            ("prefix_cache", self.prefix_cache, "shared pages are read on the device"),
+            ("window", self.window, "a sparse request keeps no window on the device"),
+            ("disaggregated", self.disaggregated, "the decode node's budget is in dense pages"),
+            ("topk", self.tree and self.spec.topk, "drafts stand in scratch, not in branches"),
+        ):
+            if value:
+                raise ValueError(f"{name} is {value!r}, but {why}: leave it out with sparse")
 
     def _check_speculation(self) -> None:
         spec = self.spec

@@ -57,6 +57,10 @@ class Totals:
         window_retractions: those of ``retractions`` for want of window pages alone.
         unshared: requests that were opened without their cached prefix, since its window
             pages would have left no room for their own.
+        thinned: device pages that came back when prompts became sparse.
+        device_retractions: those of ``retractions`` for want of device pages alone.
+        side_waits: times that admission found too few pages of the second group alone.
+        main_waits: times that it found too few of the main group.
         prefill_steps: steps of the prefill node.
         prefill_retractions: those of ``retractions`` on the prefill node.
         transfers: transfers begun.
@@ -96,6 +100,10 @@ class Totals:
     window_evicted: int = 0
     window_retractions: int = 0
     unshared: int = 0
+    thinned: int = 0
+    device_retractions: int = 0
+    side_waits: int = 0
+    main_waits: int = 0
     prefill_steps: int = 0
     prefill_retractions: int = 0
     transfers: int = 0

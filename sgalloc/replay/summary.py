@@ -20,6 +20,7 @@ from sgalloc.replay.usage import (
     pool_use,
     pools_use,
     ratio,
+    sparse_use,
     transfer_use,
     window_use,
 )
@@ -89,6 +90,7 @@ def summarise(recording: Recording) -> dict[str, Any]:
             "discarded_steps": totals.discarded_steps,
         },
         "window": window_use(recording),
+        "sparse": sparse_use(recording),
         "disaggregation": transfer_use(recording),
         "pools": pools_use(recording),
         "allocator": _allocator_time(recording),
@@ -283,6 +285,16 @@ _FIGURES: dict[str, tuple[tuple[str, str, Callable[[float | None], str], str], .
         ("retractions for it", "window.retractions", show_count, ""),
         ("without their prefix", "window.unshared_requests", show_count, ""),
     ),
+    "Sparse": (
+        ("given back, thinned", "sparse.thinned_pages", show_count, ""),
+        ("device pages, mean", "sparse.held_mean_pages", show_count, ""),
+        ("device pages, peak", "sparse.held_peak_pages", show_count, ""),
+        ("dense, mean", "sparse.dense_mean_pages", show_count, ""),
+        ("device pages saved", "sparse.saved_share", show_share, ""),
+        ("retractions for them", "sparse.retractions", show_count, ""),
+        ("waits, logical", "sparse.logical_waits", show_count, ""),
+        ("waits, device", "sparse.device_waits", show_count, ""),
+    ),
     "Transfers": (
         ("begun", "disaggregation.transfers", show_count, ""),
         ("live", "disaggregation.live", show_count, ""),
@@ -302,7 +314,7 @@ _FIGURES: dict[str, tuple[tuple[str, str, Callable[[float | None], str], str], .
 }
 # Left out where there is nothing to say: figures that are 0, and groups whose first is null.
 _IF_ANY = ("requests.unfinished", "speculation.moved_tokens", "speculation.discarded_steps")
-_GROUP_IF_ANY = ("Speculation", "Window", "Transfers")
+_GROUP_IF_ANY = ("Speculation", "Window", "Sparse", "Transfers")
 
 
 def figures(summary: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:

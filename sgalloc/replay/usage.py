@@ -113,6 +113,31 @@ def window_use(recording: Recording) -> dict[str, float | None]:
     return dict(zip(names, values, strict=True))
 
 
+def sparse_use(recording: Recording) -> dict[str, float | None]:
+    """What requests held on the device, and would have held dense; all null unless sparse."""
+    totals, columns = recording.totals, samples(recording)
+    found: dict[str, float | None] = dict.fromkeys(
+        ("held_mean_pages", "held_peak_pages", "dense_mean_pages", "saved_mean_pages")
+    )
+    counts = {
+        "saved_share": None,
+        "thinned_pages": totals.thinned,
+        "retractions": totals.device_retractions,
+        "logical_waits": totals.main_waits,
+        "device_waits": totals.side_waits,
+    }
+    if "device" not in recording.pools:
+        return found | dict.fromkeys(counts)
+    if not columns["time"].size:
+        return found | counts
+    weight = _weight(recording, columns)
+    pages = held(pool_samples(recording, "device"))
+    dense, mean = _mean(held(columns), weight), _mean(pages, weight)
+    values = (mean, float(pages.max()), dense, dense - mean)
+    found = dict(zip(found, values, strict=True))
+    return found | counts | {"saved_share": ratio(dense - mean, dense)}
+
+
 def transfer_use(recording: Recording) -> dict[str, float | None]:
     """What went from the prefill node to the decode node; all null without two."""
     totals, columns = recording.totals, samples(recording)

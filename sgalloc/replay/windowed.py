@@ -62,13 +62,13 @@ def default_pages(num_pages: int, page_size: int, tokens: int, chunk: int) -> in
     return max(1, min(num_pages, max(num_pages // 4, least)))
 
 
-def short_of_window_alone(alloc: KVAllocator, plan: Plan) -> bool:
-    """Whether it is the window group, and not the full one, that lacks pages for ``plan``."""
-    lacks = {
-        group: need - plan.gain[group] > alloc.available(group, counting_cache=True)
+def short_of_side_alone(alloc: KVAllocator, plan: Plan) -> bool:
+    """Whether it is the second group, and not the main one, that lacks pages for ``plan``."""
+    lacks = [
+        need - plan.gain[group] > alloc.available(group, counting_cache=True)
         for group, need in plan.need.items()
-    }
-    return lacks.get(GROUP, False) and not lacks["full"]
+    ]
+    return lacks[1:] == [True] and not lacks[0]
 
 
 def evict(alloc: KVAllocator, handle: int) -> int:

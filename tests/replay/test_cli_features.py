@@ -16,6 +16,7 @@ FEATURES = {
         *("--window", "512", "--window-pages", "500", "--window-every", "128"),
         *("--chunk", "4096"),
     ),
+    "sparse": ("--sparse", "4", "--device-buffer", "1024", "--spec", "eagle", "--overlap"),
     "nodes": ("--disaggregated", "--writers", "3", "--abort-rate", "0.4"),
     "all": (
         *("--disaggregated", "--prefill-pages", "4000", "--window", "1024"),
@@ -56,6 +57,16 @@ def test_a_feature_runs_and_its_report_says_so(name, tmp_path):
         # Prompts lose what left the window where they are prefilled.
         where = "prefill " if "--disaggregated" in options else ""
         assert verbs[f"{where}evict_window"]["calls"] > 0
+
+    sparse = report["sparse"]
+    assert (sparse["thinned_pages"] is not None) is ("--sparse" in options)
+    assert ("Sparse" in result.stdout) is ("--sparse" in options)
+    assert ('id="pool-device"' in page) is ("--sparse" in options)
+    if "--sparse" in options:
+        assert report["pool"]["pages"] == 4 * report["pools"]["device"]["pages"] == 4 * 6_000
+        assert sparse["thinned_pages"] > 1_000 and 0.5 < sparse["saved_share"] < 1
+        assert verbs["to_sparse"]["calls"] >= 25 - requests["aborted"]
+        assert report["tokens"]["looked_up"] == 0
 
     nodes = report["disaggregation"]
     assert (nodes["transfers"] is not None) is ("--disaggregated" in options)

@@ -38,8 +38,10 @@ ROWS = [
     (4.0, 0, 0, 0, 0, 5, 0, 0, 5, 0, 0),
     (10.0, 1, 0, 2, 0, 5, 0, 0, 3, 7, 8),
 ]
-# The same moments in a group of 5 window pages, and on a prefill node of 8.
+# The same moments in a group of 5 window pages, one of 4 pages of a device, and on a prefill
+# node of 8; these never stand together but here.
 WINDOW_ROWS = [(2, 1, 0, 0, 1, 1), (2, 1, 0, 1, 1, 0), (0, 0, 2, 0, 0, 3), (1, 0, 2, 0, 0, 2)]
+DEVICE_ROWS = [(2, 0, 0, 1, 0, 1), (3, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 4), (1, 0, 0, 0, 0, 3)]
 PREFILL_ROWS = [(8, 0, 0, 0, 0, 0), (4, 1, 1, 2, 0, 0), (0, 0, 0, 0, 0, 8), (1, 1, 1, 1, 0, 4)]
 
 
@@ -73,6 +75,10 @@ def small() -> Recording:
         window_evicted=17,
         window_retractions=3,
         unshared=1,
+        thinned=31,
+        device_retractions=1,
+        side_waits=6,
+        main_waits=7,
         prefill_steps=19,
         prefill_retractions=2,
         transfers=13,
@@ -87,7 +93,8 @@ def small() -> Recording:
         live_seconds_most=2.5,
     )
     recording.reserve, recording.window = 24, 6
-    for name, pages, rows in (("window", 5, WINDOW_ROWS), ("prefill", 8, PREFILL_ROWS)):
+    groups = (("window", 5, WINDOW_ROWS), ("device", 4, DEVICE_ROWS), ("prefill", 8, PREFILL_ROWS))
+    for name, pages, rows in groups:
         pool = recording.pools[name] = PoolRecord(pages, evicted=pages + 10)
         for row in rows:
             for column, value in zip(POOL_SAMPLED, row, strict=True):
@@ -166,6 +173,15 @@ def test_numbers_worked_out_by_hand():
         "window.saved_share": 15 / 33,
         "window.retractions": 3,
         "window.unshared_requests": 1,
+        "sparse.held_mean_pages": (1 * 2 + 3 * 3 + 2 * 1) / 6,
+        "sparse.held_peak_pages": 3.0,
+        "sparse.dense_mean_pages": (1 * 5 + 3 * 8 + 2 * 2) / 6,
+        "sparse.saved_mean_pages": (1 * 3 + 3 * 5 + 2 * 1) / 6,
+        "sparse.saved_share": 20 / 33,
+        "sparse.thinned_pages": 31,
+        "sparse.retractions": 1,
+        "sparse.logical_waits": 7,
+        "sparse.device_waits": 6,
         "disaggregation.prefill_steps": 19,
         "disaggregation.prefill_retractions": 2,
         "disaggregation.transfers": 13,
@@ -187,6 +203,12 @@ def test_numbers_worked_out_by_hand():
         "pools.window.held_mean_pages": (1 * 4 + 3 * 4 + 2 * 1) / 6,
         "pools.window.held_peak_pages": 4.0,
         "pools.window.evicted_pages": 15,
+        "pools.device.pages": 4,
+        "pools.device.mean_share": (1 * 3 + 3 * 3 + 2 * 1) / 6 / 4,
+        "pools.device.peak_share": 0.75,
+        "pools.device.held_mean_pages": (1 * 2 + 3 * 3 + 2 * 1) / 6,
+        "pools.device.held_peak_pages": 3.0,
+        "pools.device.evicted_pages": 14,
         "pools.prefill.pages": 8,
         "pools.prefill.mean_share": (1 * 8 + 3 * 8 + 2 * 4) / 6 / 8,
         "pools.prefill.peak_share": 1.0,
@@ -229,7 +251,7 @@ def test_nothing_recorded_is_null_and_not_a_number_made_up():
     found = flat(summarise(Recording({}, "nothing", 4, 16)))
     empty = {key for key, value in found.items() if value is None}
     # A group of figures that the run has no use for is null as a whole.
-    for group in ("window.", "disaggregation."):
+    for group in ("window.", "sparse.", "disaggregation."):
         unused = {key for key in found if key.startswith(group)}
         assert unused and unused <= empty
         empty -= unused
