@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from sgalloc.groups.sparse import Sparse
 from sgalloc.groups.window import SlidingWindow
 from sgalloc.replay.acceptance import Acceptance
 from sgalloc.replay.clock import StepTime
@@ -87,7 +88,7 @@ RUNS = {
     "mooncake-dflash-page1": mooncake(1, 1_000_000, 24_576, **DFLASH),
     "mooncake-dflash-page16": mooncake(16, 1_000_000, 24_576, **DFLASH),
     "mooncake-dflash-page64": mooncake(64, 1_000_000, 24_576, **DFLASH),
-    "azure-chain-overlap-page16": azure(16, 110_000, 8_192, **CHAIN),
+    "azure-chain-overlap-page16": azure(16, 90_000, 8_192, **CHAIN),
     "mooncake-chain-overlap-page64": mooncake(64, 1_400_000, 16_384, **CHAIN),
     "mooncake-eagle-page16": mooncake(16, 1_400_000, 16_384, **EAGLE),
     "azure-window-page1": azure(1, 110_000, 8_192, window=SlidingWindow(1_024, 60_000)),
@@ -114,6 +115,16 @@ NODES = {
         1_300_000,
         65_536,
         **two_nodes(1_000_000, 64, 60e-3, window=SlidingWindow(4_096, 1_000_000 // 64), **DFLASH),
+    ),
+}
+
+
+SPARSE = {
+    "azure-sparse-chain-page16": azure(
+        16, 30_000, 8_192, sparse=Sparse(4, 512, 16), prefix_cache=False, **CHAIN
+    ),
+    "mooncake-sparse-dflash-page64": mooncake(
+        64, 300_000, 16_384, sparse=Sparse(4, 2_048, 16), prefix_cache=False, **DFLASH
     ),
 }
 
@@ -363,3 +374,26 @@ def test_on_two_nodes_every_token_is_accounted_for(nodes):
     if options.acceptance is not None:
         mean = totals.accepted / totals.speculative_steps
         assert 1.0 < mean < options.acceptance.mean
+
+
+# Sparse requests
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_requests_all_finish_under_pressure(name, traces_dir):
+    _, options, recording, watched = ran(SPARSE[name], traces_dir, Watching)
+    totals, requests = recording.totals, whole(traces_dir / SPARSE[name].trace).requests
+    assert recording.sound and not recording.interrupted
+    assert totals.finished == totals.requests == ROWS[SPARSE[name].trace]
+    assert all(group.free == group.total for group in watched.alloc.stats().groups.values())
+    assert watched.checks == totals.steps // options.check_every + 2
+    assert watched.checks > 20
+    assert totals.decoded == sum(request.output_len for request in requests)
+    assert totals.retractions > 100
+    # More pages are held than the device has, and most of them are not there.
+    found = summarise(recording)["sparse"]
+    assert found["held_peak_pages"] <= options.num_pages
+    assert found["dense_mean_pages"] > options.num_pages
+    assert found["saved_share"] > 0.4
+    assert found["thinned_pages"] > 100_000
+    assert totals.peak_running >= 64
