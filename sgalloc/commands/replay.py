@@ -14,10 +14,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sgalloc.commands.replay_options import options_of, pages_of, prefix_cache_of, refuse_idle
 from sgalloc.errors import AllocError
-from sgalloc.replay.acceptance import PRESETS, Acceptance, preset
-from sgalloc.replay.clock import StepTime
-from sgalloc.replay.engine import Engine, Options
+from sgalloc.replay.acceptance import PRESETS
+from sgalloc.replay.disaggregated import Disaggregated
+from sgalloc.replay.engine import Engine
 from sgalloc.replay.page import prepare_directory, write_report
 from sgalloc.replay.prefix_only import replay_prefixes
 from sgalloc.replay.recording import Recording, Totals
@@ -25,9 +26,7 @@ from sgalloc.replay.requests import Workload
 from sgalloc.replay.summary import summarise, to_table
 from sgalloc.replay.traces import read_trace
 from sgalloc.replay.workload import generate
-from sgalloc.sizing import SpecConfig
 
-_GIB = 1 << 30
 _REDRAW_SECONDS = 0.1
 # What a refusal of the library calls a number, and what the command line does.
 _OPTION_OF = {
@@ -45,6 +44,20 @@ _OPTION_OF = {
     "topk": "--topk",
     "device": "--device",
     "check_every": "--check",
+    "overlap": "--overlap",
+    "admit": "--admit",
+    "window.tokens": "--window",
+    "window.num_pages": "--window-pages",
+    "window_pages": "--window-pages",
+    "window.evict_every": "--window-every",
+    "sparse.ratio": "--sparse",
+    "sparse.device_buffer": "--device-buffer",
+    "sparse.draft_scratch": "--draft-scratch",
+    "prefix_cache": "--prefix-cache",
+    "window": "--window",
+    "disaggregated": "--disaggregated",
+    "prefill_pages": "--prefill-pages",
+    "writers": "--writers",
 }
 
 
@@ -101,13 +114,41 @@ _OPTION_OF = {
 @click.option(
     "--draft-tokens",
     type=int,
-    help="Drafted tokens, the known one counted.  [default: steps + 1, dflash 16]",
+    help="Drafted tokens, the known one counted.  "
+    "[default: steps + 1, of a tree steps * topk + 1, dflash 16]",
 )
 @click.option(
     "--accept",
     help=f"Mean tokens kept a step, or one of {', '.join(PRESETS)}.  [default: 2.65, dflash 4.24]",
 )
-@click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True)
+@click.option(
+    "--overlap",
+    is_flag=True,
+    default=None,
+    help="With --spec: the engine hears of accepted tokens a step late.",
+)
+@click.option("--window", type=int, help="Tokens of a sliding window, with pages of its own.")
+@click.option(
+    "--window-pages", type=int, help="Pages for it.  [default: a quarter of --pages, or two chunks]"
+)
+@click.option("--window-every", type=int, help="Tokens between evictions from it.  [default: 1]")
+@click.option(
+    "--disaggregated",
+    is_flag=True,
+    help="Prefill on a node of its own, and send the KV to the one that decodes.",
+)
+@click.option("--prefill-pages", type=int, help="Pages of the prefill node.  [default: --pages]")
+@click.option("--writers", type=int, help="Most writers of a request's KV.  [default: 2]")
+@click.option(
+    "--sparse", type=float, help="Logical pages for each of --pages, which are the device's."
+)
+@click.option("--device-buffer", type=int, help="Tokens kept on the device.  [default: 4096]")
+@click.option(
+    "--draft-scratch", type=int, help="Device tokens for drafts.  [default: what a step writes]"
+)
+@click.option(
+    "--prefix-cache/--no-prefix-cache", default=None, help="[default: with, but for --sparse]"
+)
 @click.option("--abort-rate", type=float, default=0.0, show_default=True, help="Share aborted.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--device", default="auto", show_default=True, help="Where the table lives.")
@@ -132,12 +173,15 @@ def replay(**given: Any) -> None:
     130 where it was interrupted before the run.
     """
     try:
-        _refuse_idle(given)
+        refuse_idle(given)
+        given["prefix_cache"] = prefix_cache_of(given)
         workload = _workload(given)
         if given["cache_only"]:
             _cache_only(workload, given)
             return
-        engine = Engine(workload, _options(given), config=_plain(given))
+        options = options_of(given)
+        run = Engine if options.disaggregated is None else Disaggregated
+        engine = run(workload, options, config=_plain(given))
         if given["report"] is not None:
             prepare_directory(given["report"])
     except KeyboardInterrupt:
@@ -192,18 +236,6 @@ def _on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _refuse_idle(given: dict[str, Any]) -> None:
-    """Options that would do nothing beside the others given."""
-    if given["spec"] == "none":
-        for name in ("steps", "topk", "draft_tokens", "accept"):
-            if given[name] is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is for speculation: add --spec")
-    if given["share_partial"] and not given["cache_only"]:
-        raise ValueError("--share-partial is for the cache alone: add --cache-only")
-    if given["cache_only"] and given["report"] is not None:
-        raise ValueError("--cache-only prints one line and has no report: leave out --report")
-
-
 def _workload(given: dict[str, Any]) -> Workload:
     if given["trace"] is None:
         return generate(given["profile"], given["limit"] or 1000, seed=given["seed"])
@@ -214,81 +246,6 @@ def _workload(given: dict[str, Any]) -> Workload:
         lines = "line" if workload.skipped == 1 else "lines"
         click.echo(f"skipped {workload.skipped} {lines} of {given['trace']}", err=True)
     return workload
-
-
-def _pages(given: dict[str, Any], page_size: int) -> int:
-    if given["pages"] is not None:
-        return int(given["pages"])
-    if not 0 < given["pool_gib"] <= 1 << 20:
-        raise ValueError(f"--pool-gib is {given['pool_gib']}: give the GiB that hold the KV")
-    pages = int(given["pool_gib"] * _GIB / given["bytes_per_token"] / page_size)
-    if not pages:
-        raise ValueError(
-            f"--pool-gib {given['pool_gib']:g} holds no page of --page-size {page_size} at "
-            f"--bytes-per-token {given['bytes_per_token']}: give more memory or smaller pages"
-        )
-    return pages
-
-
-def _options(given: dict[str, Any]) -> Options:
-    spec = _spec(given)
-    return Options(
-        num_pages=_pages(given, max(given["page_size"], 1)),
-        page_size=given["page_size"],
-        running_limit=given["running"],
-        chunk=given["chunk"],
-        spec=spec,
-        acceptance=_acceptance(spec, given["accept"]),
-        prefix_cache=given["prefix_cache"],
-        admit=given["admit"],
-        headroom=given["headroom"],
-        abort_rate=given["abort_rate"],
-        speed=given["speed"],
-        check_every=given["check_every"],
-        seed=given["seed"],
-        device=given["device"],
-        step_time=StepTime(),
-    )
-
-
-def _spec(given: dict[str, Any]) -> SpecConfig:
-    algorithm = given["spec"]
-    if algorithm == "none":
-        return SpecConfig()
-    steps = given["steps"]
-    if steps is None:
-        steps = 3 if algorithm in ("eagle", "ngram") else 0
-    topk = 1 if given["topk"] is None else given["topk"]
-    draft = given["draft_tokens"]
-    if draft is None:
-        draft = 16 if algorithm == "dflash" else max(steps, 3) + 1
-    return SpecConfig(algorithm, steps=steps, topk=topk, draft_tokens=draft)
-
-
-def _acceptance(spec: SpecConfig, accept: str | None) -> Acceptance | None:
-    """How many tokens a step keeps: at most one more than are drafted behind the known one."""
-    if spec.algorithm == "none":
-        return None
-    drafted = spec.draft_tokens if spec.algorithm == "uno" else spec.draft_tokens - 1
-    if spec.algorithm == "eagle":
-        drafted = min(drafted, spec.steps)
-    if drafted < 1:
-        raise ValueError(
-            f"--draft-tokens {spec.draft_tokens} leaves nothing to draft behind the known token: "
-            "give at least 2"
-        )
-    if accept in PRESETS:
-        return preset(accept, draft_tokens=drafted)
-    if accept is None:
-        mean = 4.24 if spec.algorithm == "dflash" else 2.65
-        return Acceptance(drafted, mean=min(mean, drafted + 1.0))
-    try:
-        return Acceptance(drafted, mean=float(accept))
-    except ValueError as error:
-        raise ValueError(
-            f"--accept is {accept!r}: give a mean from 1 to {drafted + 1} tokens, or one of "
-            f"{', '.join(PRESETS)}"
-        ) from error
 
 
 def _cache_only(workload: Workload, given: dict[str, Any]) -> None:
@@ -308,7 +265,7 @@ def _cache_only(workload: Workload, given: dict[str, Any]) -> None:
         with _on_interrupt(lambda: running.__setitem__(0, False)):
             found = replay_prefixes(
                 workload,
-                _pages(given, blocks),
+                pages_of(given, blocks),
                 share_partial=given["share_partial"],
                 device=given["device"],
                 progress=show,
@@ -319,7 +276,7 @@ def _cache_only(workload: Workload, given: dict[str, Any]) -> None:
     pages = "page" if found.evicted == 1 else "pages"
     click.echo(
         f"{found.hits:,} of {found.blocks:,} blocks of {blocks} tokens found in a cache of "
-        f"{_pages(given, blocks):,} pages: {100 * found.rate:.2f} % "
+        f"{pages_of(given, blocks):,} pages: {100 * found.rate:.2f} % "
         f"({found.evicted:,} {pages} evicted){'' if running[0] else ', interrupted'}"
     )
 

@@ -2,152 +2,52 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
 
-from sgalloc import sizing
 from sgalloc.allocator import KVAllocator
-from sgalloc.errors import LawViolation
+from sgalloc.errors import LawViolation, OutOfPages
 from sgalloc.plan import Plan
-from sgalloc.replay.acceptance import Acceptance
-from sgalloc.replay.clock import StepTime
-from sgalloc.replay.recording import Recording, Totals, time_verbs
-from sgalloc.replay.requests import IntArray, Workload, real_number, whole_number
-from sgalloc.replay.state import Requests
+from sgalloc.replay import windowed
+from sgalloc.replay.admission import Admission
+from sgalloc.replay.clock import Until
+from sgalloc.replay.options import Options
+from sgalloc.replay.recording import Recording, Totals, by_owner
+from sgalloc.replay.requests import IntArray, Workload
+from sgalloc.replay.speculation import Speculation
 from sgalloc.retraction import choose_victims
+from sgalloc.stats import Stats
 
-_TIMED = (
-    "open",
-    "open_with_prefix",
-    "batch",
-    "plan",
-    "apply",
-    "commit",
-    "trim",
-    "release",
-    "fits",
-)
-_TIMED_PREFIX = ("match", "publish")
-# Steps after which a request that waits for pages is looked at again, whatever is free.
-_LOOK_AGAIN = 16
+__all__ = ["Engine", "Options"]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How the engine runs.
-
-    Attributes:
-        num_pages, page_size: of the pool.
-        running_limit: most requests at once.
-        chunk: most tokens prefilled in a step.
-        spec: speculative decoding, or none.
-        acceptance: how many drafted tokens a step keeps; needed with speculation.
-        prefix_cache: whether finished requests leave their pages for others.
-        admit: ``"prompt"`` opens a request when its whole prompt fits, ``"chunk"`` when its
-            first chunk does, which fills the pool closer and retracts more.
-        headroom: tokens a running request that admission leaves free for its growth.
-        abort_rate: share of requests that are aborted at a random point.
-        speed: how many times faster than in the workload requests arrive.
-        check_every: steps between two checks of the laws; 0 checks at the end alone.
-        seed: of acceptance and aborts.
-        device: of the allocator.
-        step_time: the clock.
-    """
-
-    num_pages: int
-    page_size: int = 64
-    running_limit: int = 256
-    chunk: int = 8192
-    spec: sizing.SpecConfig = field(default_factory=sizing.SpecConfig)
-    acceptance: Acceptance | None = None
-    prefix_cache: bool = True
-    admit: str = "prompt"
-    headroom: int = 32
-    abort_rate: float = 0.0
-    speed: float = 1.0
-    check_every: int = 0
-    seed: int = 0
-    device: str = "auto"
-    step_time: StepTime = field(default_factory=StepTime)
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be run; the allocator looks at the pool itself."""
-        whole_number("running_limit", self.running_limit, 1, 2**20)
-        whole_number("chunk", self.chunk, 1, 2**31 - 1)
-        whole_number("headroom", self.headroom, 0, 2**31 - 1)
-        whole_number("check_every", self.check_every, 0, 2**62)
-        whole_number("seed", self.seed, 0, 2**62)
-        real_number("abort_rate", self.abort_rate, 0.0, 1.0)
-        real_number("speed", self.speed, 1e-6, 1e6)
-        if self.admit not in ("prompt", "chunk"):
-            raise ValueError(f"admit is {self.admit!r}: give 'prompt' or 'chunk'")
-        if self.spec.algorithm != "none" and self.acceptance is None:
-            raise ValueError(f"speculation by {self.spec.algorithm} needs an acceptance model")
-        if self.acceptance is not None and self.spec.algorithm != "none":
-            kept = self.acceptance.draft_tokens + 1
-            step = sizing.alloc_len_per_decode(self.spec, self.page_size)
-            if kept > step:
-                raise ValueError(
-                    f"acceptance may keep {kept} tokens a step, but a step of {self.spec} has "
-                    f"{step}: draft more tokens, or accept fewer"
-                )
-
-
-class Engine:
+class Engine(Admission):
     """Runs a workload to its end and records what happened.
 
     Args:
         workload: the requests.
         options: how.
         config: the options as plain values, for the record.
+
+    Raises:
+        ValueError: a pool, or a window group, that cannot hold one request.
     """
 
     def __init__(
         self, workload: Workload, options: Options, config: dict[str, object] | None = None
     ) -> None:
-        self._options = options
-        self._rng = np.random.default_rng(options.seed)
-        self._requests = Requests(workload, options.speed, options.abort_rate, self._rng)
-        longest = int((self._requests.prompt + self._requests.goal).max(initial=1))
-        spec = options.spec
-        self._reserve = (
-            0
-            if spec.algorithm == "none"
-            else sizing.alloc_reserve_per_decode(spec, options.page_size)
-        )
-        self.alloc = KVAllocator(
-            options.num_pages,
-            options.page_size,
-            options.running_limit,
-            sizing.row_width(longest, spec, options.page_size),
-            device=options.device,
-            prefix_cache=options.prefix_cache,
-        )
-        self.recording = Recording(
-            dict(config or {}),
-            workload.name,
-            options.num_pages,
-            options.page_size,
-            device=self.alloc.device,
-        )
-        time_verbs(self.alloc, _TIMED, self.recording)
-        if options.prefix_cache:
-            time_verbs(self.alloc.prefix, _TIMED_PREFIX, self.recording)
-        self._totals = self.recording.totals
-        self._totals.requests = len(self._requests)
-        self._now = 0.0
-        self._next_arrival = 0
-        self._queue: deque[int] = deque()
-        self._prefilling: list[int] = []
-        self._running: IntArray = np.empty(0, np.int64)
+        super().__init__(workload, options, config)
+        self._speculation = Speculation(options) if options.speculates else None
         self._batch = self.alloc.batch([])
-        self._blocked: tuple[int, int] | None = None
+        # Of an overlapped step that still runs: who took part, and what the model will keep.
+        self._flight: tuple[IntArray, IntArray] | None = None
+        self._ends: float | None = None
+        self._sample_late: bool | None = None
         self._frame_every = 1
         self._stopping = False
+        self._over = False
 
     def stop(self) -> None:
         """End the run after the present step; safe to call from a signal handler."""
@@ -173,9 +73,11 @@ class Engine:
     def _step(self) -> bool:
         """One step of the engine; False once there is nothing left to do."""
         spent = self.recording.spent_ns
+        if self._options.overlap:
+            self.alloc.settle()
         self._arrive()
         waiting = self._admit()
-        self._sample(waiting)
+        self._sample_before(waiting)
         if not self._prefilling and not self._running.size:
             if self._queue:
                 return True
@@ -183,221 +85,196 @@ class Engine:
                 return False
             self._now = max(self._now, float(self._requests.arrival[self._next_arrival]))
             return True
-        chunks = self._chunks()
-        plan = self._plan(chunks)
-        if not plan.fits:
-            self._retract(plan)
-            chunks = [chunk for chunk in chunks if self._requests.handle[chunk[0]]]
-            plan = self._plan(chunks)
-        self.alloc.apply(plan)
+        chunks = self._decode_step(self._chunks())
+        joining = self._prefilled(chunks)
+        if joining:
+            self._set_running(np.append(self._running, joining))
+        self._after_step(spent)
+        return True
+
+    def _decode_step(self, chunks: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """One forward over the running requests and these chunks; the chunks that took part."""
+        plan, chunks = self._prepared(chunks)
+        if self._sample_late is not None:
+            self._sample(self._sample_late)
+            self._sample_late = None
+        totals = self._totals
+        if self._window is not None:
+            totals.window_evicted += plan.gain[windowed.GROUP]
         prefilled = sum(upto - int(self._requests.filled[which]) for which, upto in chunks)
-        self._totals.steps += 1
-        self._totals.prefilled += prefilled
-        self._now += self._options.step_time.seconds(prefilled, self._running.size)
-        self._decoded()
-        self._prefilled(chunks)
+        totals.steps += 1
+        totals.prefilled += prefilled
+        ends = self._now + self._options.step_time.seconds(prefilled, self._running.size)
+        self._decoded(plan, ends)
+        self._now = ends
+        return chunks
+
+    def _sample_before(self, waiting: bool) -> None:
+        """Sample at the start of a step, but where the branches of trees would be missed.
+
+        They are there while the step runs and gone at the next start, so such a step is sampled
+        once it is prepared.
+        """
+        if self._options.tree and (self._running.size or self._sharing()):
+            self._sample_late = waiting
+        else:
+            self._sample(waiting)
+
+    def _after_step(self, spent: int) -> None:
         self.recording.step_ns.append(self.recording.spent_ns - spent)
         every = self._options.check_every
         if every and self._totals.steps % every == 0:
-            self.alloc.check(device=self._totals.steps % (10 * every) == 0)
-        return True
+            for alloc in self._allocators():
+                alloc.check(device=self._totals.steps % (10 * every) == 0)
+
+    def _allocators(self) -> list[KVAllocator]:
+        return [self.alloc]
+
+    def _prepared(self, chunks: list[tuple[int, int]]) -> tuple[Plan, list[tuple[int, int]]]:
+        """The applied plan of the next step; requests are sent back until it fits.
+
+        A step that only speculates goes through ``prepare_for_decode``, as an engine's does. One
+        that prefills, too, is a single plan asked in the same way, since either part alone may
+        fit where both do not.
+        """
+        if self._speculation is not None and not chunks:
+            try:
+                return self._speculation.prepare(self.alloc, self._batch), chunks
+            except OutOfPages:
+                pass
+        plan = self._plan(chunks)
+        if not plan.fits and self._flight is not None:
+            # The step in flight may end requests; who is to go is known once it has landed.
+            self._land()
+            plan = self._plan(chunks)
+        if not plan.fits:
+            self._retract(plan)
+            chunks = [chunk for chunk in chunks if self._entry_handle[chunk[0]]]
+            plan = self._plan(chunks)
+        self.alloc.apply(plan)
+        return plan, chunks
 
     def _plan(self, chunks: list[tuple[int, int]]) -> Plan:
-        which = np.array([one for one, _ in chunks], np.int64)
-        extend = (self._requests.handle[which], [upto for _, upto in chunks])
-        if self._reserve:
-            return self.alloc.plan(extend=extend, reserve=(self._batch, self._reserve))
-        return self.alloc.plan(extend=extend, decode=(self._batch, 1))
+        evict = self._window is not None
+        extend = self._extension(chunks) if chunks else None
+        if self._speculation is not None:
+            reserve = (self._batch, self._speculation.reserve)
+            return self.alloc.plan(extend=extend, reserve=reserve, evict_window=evict)
+        return self.alloc.plan(extend=extend, decode=(self._batch, 1), evict_window=evict)
 
-    def _decoded(self) -> None:
+    # -- what a step puts out --------------------------------------------------------------
+
+    def _decoded(self, plan: Plan, ends: float) -> None:
         """Account for the tokens that the running requests put out in this step."""
-        requests, running = self._requests, self._running
+        running, totals, speculation = self._running, self._totals, self._speculation
         if not running.size:
             return
-        if self._reserve:
-            assert self._options.acceptance is not None
-            drawn = self._options.acceptance.draw(self._rng, running.size)
-            accepted = np.minimum(drawn, requests.goal[running] - requests.produced[running])
-            self.alloc.commit(self._batch, accepted)
-            self._totals.accepted += int(accepted.sum())
-            self._totals.speculative_steps += running.size
+        if speculation is None:
+            self._put_out(running, np.ones(running.size, np.int64))
+            return
+        totals.speculative_steps += running.size
+        totals.reserved_tail += int((plan.nxt - plan.start)[-running.size :].sum())
+        drawn = speculation.draw(self._rng, running.size)
+        if self._options.overlap:
+            # What the step before this one kept is heard of while this one runs.
+            self._ends = ends
+            self._land()
+            stay = self._requests.handle[running] != 0
+            totals.discarded_steps += running.size - int(stay.sum())
+            self._flight = (running[stay], drawn[stay])
+            self._ends = None
+            return
+        self._keep(running, drawn, plan.start[-running.size :])
+
+    def _keep(self, which: IntArray, drawn: IntArray, committed: IntArray | None = None) -> None:
+        """Commit what the target model kept, cut at each request's goal."""
+        requests, speculation = self._requests, self._speculation
+        kept = np.minimum(drawn, requests.goal[which] - requests.produced[which])
+        batch = self._batch if which is self._running else requests.handle[which]
+        if speculation is not None and speculation.tree:
+            assert committed is not None
+            paths = speculation.paths(self._rng, committed, kept)
+            self._totals.moves += self.alloc.compact(batch, paths)[0].size
         else:
-            accepted = np.ones(running.size, np.int64)
-        requests.produced[running] += accepted
-        self._totals.decoded += int(accepted.sum())
-        produced = requests.produced[running]
-        done = produced >= requests.goal[running]
-        aborted = ~done & (requests.prompt[running] + produced >= requests.abort_at[running])
-        if done.any():
-            self._finish(running[done])
-        if aborted.any():
-            self._abort(running[aborted].tolist())
-        if done.any() or aborted.any():
-            self._set_running(running[~(done | aborted)])
+            self.alloc.commit(batch, kept)
+        self._totals.accepted += int(kept.sum())
+        self._put_out(which, kept)
 
-    def _prefilled(self, chunks: list[tuple[int, int]]) -> None:
-        """Account for prefilled chunks; a prompt that is complete puts out its next token."""
+    def _land(self) -> None:
+        """Hear of what the step in flight kept."""
+        if self._flight is not None:
+            which, drawn = self._flight
+            self._flight = None
+            self._keep(which, drawn)
+
+    def _put_out(self, which: IntArray, tokens: IntArray) -> None:
+        """Count tokens put out by running requests; those that are done, or aborted, end."""
         requests = self._requests
-        joining = []
-        for which, upto in chunks:
-            requests.filled[which] = upto
-            if upto >= requests.abort_at[which]:
-                self._abort([which])
-                self._prefilling.remove(which)
-            elif upto == requests.fill(which):
-                self._prefilling.remove(which)
-                if self._options.prefix_cache:
-                    handle = int(requests.handle[which])
-                    self.alloc.prefix.publish(handle, [requests.tokens(which)])
-                requests.produced[which] += 1
-                self._totals.decoded += 1
-                if requests.produced[which] >= requests.goal[which]:
-                    self._finish(np.array([which]))
-                elif upto + 1 >= requests.abort_at[which]:
-                    self._abort([which])
-                else:
-                    joining.append(which)
-        if joining:
-            self._set_running(np.append(self._running, joining))
+        requests.produced[which] += tokens
+        self._totals.decoded += int(tokens.sum())
+        produced = requests.produced[which]
+        done = produced >= requests.goal[which]
+        aborted = ~done & (requests.prompt[which] + produced >= requests.abort_at[which])
+        if done.any():
+            self._finish(which[done])
+        if aborted.any():
+            self._abort(which[aborted].tolist())
+        if done.any() or aborted.any():
+            self._set_running(self._running[requests.handle[self._running] != 0])
 
-    # -- coming and going ------------------------------------------------------------------
+    # -- going -----------------------------------------------------------------------------
 
-    def _arrive(self) -> None:
-        requests, options = self._requests, self._options
-        while (
-            self._next_arrival < len(requests) and requests.arrival[self._next_arrival] <= self._now
-        ):
-            which = self._next_arrival
-            self._next_arrival += 1
-            # The last token put out needs no slot; a speculative step ends one before that.
-            longest = int(requests.prompt[which] + requests.goal[which]) - 1
-            if self._reserve and requests.goal[which] > 1:
-                longest += self._reserve - 1
-            if sizing.num_pages_for(longest, options.page_size) > options.num_pages:
-                self._totals.refused += 1
-            else:
-                self._queue.append(which)
-
-    def _admit(self) -> bool:
-        """Open requests, first come first served; whether the next one waits for pages."""
-        requests, options, alloc = self._requests, self._options, self.alloc
-        backlog = sum(
-            requests.fill(which) - int(requests.filled[which]) for which in self._prefilling
-        )
-        while self._queue and backlog < options.chunk:
-            which = self._queue[0]
-            active = self._running.size + len(self._prefilling)
-            if active >= options.running_limit:
-                return False
-            if requests.abort_at[which] == 0:
-                self._totals.aborted += 1
-                self._queue.popleft()
-                continue
-            if active and self._still_blocked():
-                return True
-            handle, matched = self._open(which)
-            fill = requests.fill(which)
-            first = fill
-            room = alloc.available(counting_cache=True)
-            room -= -(-options.headroom // options.page_size) * (self._running.size + 1)
-            if options.admit == "chunk":
-                first = min(fill, matched + options.chunk - backlog)
-            else:
-                room -= self._owed()
-            need = alloc.plan(extend=(handle, first)).num_new_pages
-            if need > room and active:
-                alloc.release(handle)
-                self._blocked = (self._totals.steps, alloc.available(counting_cache=True))
-                return True
-            self._blocked = None
-            self._queue.popleft()
-            requests.handle[which] = handle
-            requests.filled[which] = matched
-            self._prefilling.append(which)
-            backlog += fill - matched
-            totals = self._totals
-            if options.prefix_cache:
-                totals.looked_up += fill
-                totals.hit += matched
-            if not requests.admitted[which]:
-                requests.admitted[which] = True
-                totals.prompt_tokens += int(requests.prompt[which])
-            totals.peak_running = max(totals.peak_running, active + 1)
-        return False
-
-    def _still_blocked(self) -> bool:
-        """Whether nothing has come free since the first in the queue did not fit."""
-        if self._blocked is None:
-            return False
-        step, available = self._blocked
-        waited = self._totals.steps - step
-        return waited < _LOOK_AGAIN and self.alloc.available(counting_cache=True) <= available
-
-    def _open(self, which: int) -> tuple[int, int]:
-        """A handle for the request, and how many of its tokens the cache has."""
-        if not self._options.prefix_cache:
-            return int(self.alloc.open()[0]), 0
-        # The last token is computed in any case: its logits are the first output.
-        match = self.alloc.prefix.match(self._requests.tokens(which)[:-1])
-        return int(self.alloc.open_with_prefix(match)[0]), match.length
-
-    def _owed(self) -> int:
-        """Pages that the requests being prefilled still need for the rest of their prompts."""
-        size = self._options.page_size
-        return sum(
-            -(-self._requests.fill(which) // size) - -(-int(self._requests.filled[which]) // size)
-            for which in self._prefilling
-        )
-
-    def _chunks(self) -> list[tuple[int, int]]:
-        """Which requests are prefilled up to which length in this step."""
-        left = self._options.chunk
-        chunks = []
-        for which in self._prefilling:
-            filled = int(self._requests.filled[which])
-            take = min(left, self._requests.fill(which) - filled)
-            if take <= 0:
-                break
-            chunks.append((which, filled + take))
-            left -= take
-        return chunks
+    def _behind(self) -> Until | None:
+        """What pages wait for that the step in flight still reads; None where none does."""
+        ends = self._ends
+        return None if ends is None else Until(lambda: self._over or self._now >= ends)
 
     def _retract(self, plan: Plan) -> None:
         """Send requests back to the queue until the rest of the plan fits."""
         requests = self._requests
-        active = np.append(self._running, np.array(self._prefilling, np.int64))
+        active = np.append(self._running, np.array(self._sharing(), np.int64))
+        handles = requests.handle[active]
         chosen = choose_victims(
             self.alloc,
-            requests.handle[active],
+            handles,
             plan,
             output_lens=requests.produced[active],
             prompt_lens=requests.prompt[active],
         )
-        number = dict(zip(requests.handle[active].tolist(), active.tolist(), strict=True))
-        victims = [number[handle] for handle in chosen.victims.tolist()]
-        self._release(victims)
+        number = dict(zip(handles.tolist(), active.tolist(), strict=True))
+        victims = [number.pop(handle) for handle in chosen.victims.tolist()]
+        if not chosen.fits:
+            # The last one is short of pages that are not its own: it starts afresh.
+            victims += number.values()
+            if self._window is not None:
+                self._unshare(victims[-1])
+        if windowed.short_of_side_alone(self.alloc, plan):
+            if self._window is not None:
+                self._totals.window_retractions += len(victims)
+            else:
+                self._totals.device_retractions += len(victims)
+        self._release(self.alloc, requests.handle, victims)
         self._queue.extendleft(victims)
         self._totals.retractions += len(victims)
-        self._blocked = None
+        self._blocked.clear()
         self._leave(victims)
 
+    def _sharing(self) -> list[int]:
+        """Requests that are prefilled in the steps that decode."""
+        return self._prefilling
+
     def _finish(self, which: IntArray) -> None:
-        if self._reserve:
+        behind = self._behind()
+        if self._options.reserve:
             handles = self._requests.handle[which]
-            self.alloc.trim(handles, self.alloc.committed(handles))
-        self._release(which.tolist())
+            self.alloc.trim(handles, self.alloc.committed(handles), after=behind)
+        self._release(self.alloc, self._requests.handle, which.tolist(), behind)
         self._totals.finished += which.size
 
     def _abort(self, which: list[int]) -> None:
-        self.alloc.release(self._requests.handle[which])
+        self.alloc.release(self._requests.handle[which], after=self._behind())
         self._requests.handle[which] = 0
         self._totals.aborted += len(which)
-
-    def _release(self, which: list[int]) -> None:
-        requests = self._requests
-        tokens = [requests.tokens(one) for one in which] if self._options.prefix_cache else None
-        self.alloc.release(requests.handle[which], tokens=tokens)
-        requests.handle[which] = 0
 
     def _leave(self, which: list[int]) -> None:
         gone = set(which)
@@ -412,42 +289,53 @@ class Engine:
 
     def _sample(self, waiting: bool) -> None:
         stats = self.alloc.stats()
-        group = stats.groups["full"]
+        group = stats.groups[self._options.group]
         self._totals.evicted = group.evicted
         if waiting:
-            share = (group.owned + group.cached) / group.total
+            share = max(
+                (one.owned + one.pinned + one.cached) / one.total for one in stats.groups.values()
+            )
             self._totals.pressed_steps += 1
             self._totals.waiting_pressure = min(self._totals.waiting_pressure, share)
         self.recording.sample(
             {
                 "time": self._now,
-                "running": self._running.size + len(self._prefilling),
+                "running": self._stays(),
                 "queued": len(self._queue),
-                "owned": group.owned,
-                "locked": group.locked,
-                "evictable": group.cached - group.locked,
-                "quarantined": group.quarantined,
-                "free": group.free,
+                **by_owner(group),
                 "committed": stats.committed,
                 "allocated": stats.allocated,
             }
         )
+        self._sample_pools(stats)
         if self._totals.steps % self._frame_every == 0:
             frames = len(self.recording.map_frames)
             self.recording.frame(self._now, self.alloc.owners()[1:])
             if len(self.recording.map_frames) <= frames:
                 self._frame_every *= 2
 
+    def _sample_pools(self, stats: Stats) -> None:
+        side = self._options.side
+        if side is not None:
+            self.recording.pools[side].sample(stats.groups[side])
+
     def _drain(self) -> None:
         """Give everything back, empty the cache, and see that nothing is missing."""
-        alloc = self.alloc
-        alloc.check(device=True)
+        for alloc in self._allocators():
+            alloc.check(device=True)
+        self._over = True
+        self._give_all_back()
+        for alloc in self._allocators():
+            alloc.settle()
+            if self._options.prefix_cache:
+                alloc.prefix.clear()
+            alloc.check(device=True)
+            stats = alloc.stats()
+            groups = stats.groups.values()
+            self.recording.leaked_pages += sum(group.total - group.free for group in groups)
+            self.recording.leaked_rows += stats.rows.total - stats.rows.free
+
+    def _give_all_back(self) -> None:
         left = [*self._running.tolist(), *self._prefilling]
         if left:
-            alloc.release(self._requests.handle[left])
-        if self._options.prefix_cache:
-            alloc.prefix.clear()
-        alloc.check(device=True)
-        stats = alloc.stats()
-        self.recording.leaked_pages = stats.groups["full"].total - stats.groups["full"].free
-        self.recording.leaked_rows = stats.rows.total - stats.rows.free
+            self.alloc.release(self._requests.handle[left])

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sgalloc.replay.keys import KEYS
 from sgalloc.replay.recording import MAP_OWNERS, Recording
 from sgalloc.replay.summary import (
     JSON_NAME,
-    KEYS,
     ReportError,
     by_total,
     figures,
     headline,
     need_extra,
-    samples,
     show_count,
     show_number,
     show_share,
@@ -32,6 +31,7 @@ from sgalloc.replay.summary import (
     write_json,
     write_text,
 )
+from sgalloc.replay.usage import pool_samples, samples, used
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,9 +48,10 @@ MAX_POINTS = 2_000
 
 # From the palette of Okabe and Ito, which colour-blind readers can tell apart.
 _BLUE, _SKY, _ORANGE, _VERMILION, _PURPLE = "#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#CC79A7"
-_GREY, _INK = "#E4E4E4", "#222222"
+_GREEN, _GREY, _INK = "#009E73", "#E4E4E4", "#222222"
 _OWNERS = {
     "owned": ("owned", _BLUE),
+    "pinned": ("pinned", _GREEN),
     "locked": ("cached and locked", _VERMILION),
     "evictable": ("cached, evictable", _ORANGE),
     "quarantined": ("quarantined", _PURPLE),
@@ -61,6 +62,7 @@ _MAP_COLOURS = {
     "cached": _ORANGE,
     "quarantined": _PURPLE,
     "locked": _VERMILION,
+    "pinned": _GREEN,
     "owned": _BLUE,
 }
 _TIME_AXIS = "virtual time, seconds"
@@ -138,16 +140,24 @@ def render(recording: Recording, summary: Mapping[str, Any]) -> str:
         headline=headline(summary),
         groups=figures(summary),
         plots=_plots(recording, summary),
+        pools=_pool_plots(recording),
         verbs=by_total(summary["allocator"]["verbs"]),
         keys=KEYS,
     )
 
 
-def thin(recording: Recording) -> Thinned:
-    """Bin the samples by virtual time, into `MAX_POINTS` bins where there are more samples."""
+def thin(recording: Recording, pool: str | None = None) -> Thinned:
+    """Bin the samples by virtual time, into `MAX_POINTS` bins where there are more samples.
+
+    Args:
+        recording: a run.
+        pool: of which of its pools; the main one if None.
+    """
     columns = samples(recording)
     time = columns.pop("time")
-    columns["used"] = np.sum([columns[name] for name in _OWNERS if name != "free"], axis=0)
+    if pool is not None:
+        columns = pool_samples(recording, pool)
+    columns["used"] = used(columns)
     if not time.size:
         return Thinned(time, 0.0, columns, columns, 0.0)
     end = max(recording.totals.virtual_seconds, float(time[-1]))
@@ -188,12 +198,7 @@ def _make_directory(directory: str | PathLike[str]) -> Path:
 
 def _plots(recording: Recording, summary: Mapping[str, Any]) -> dict[str, Plot]:
     thinned = thin(recording)
-    binned = (
-        f"{len(samples(recording)['time']):,} samples are shown as means over stretches of "
-        f"{thinned.width:.3g} virtual seconds; {{}}"
-        if thinned.width
-        else ""
-    )
+    binned = _binned(recording, thinned)
     sampled = bool(thinned.start.size)
     called = len(by_total(summary["allocator"]["verbs"]))
     per_cell = recording.num_pages / max(map(len, recording.map_frames), default=1)
@@ -234,6 +239,33 @@ def _plots(recording: Recording, summary: Mapping[str, Any]) -> dict[str, Plot]:
         ),
     ]
     return {plot.key: plot for plot in plots}
+
+
+def _pool_plots(recording: Recording) -> list[Plot]:
+    """One plot for each pool beside the main one."""
+    plots = []
+    for name, pool in recording.pools.items():
+        thinned = thin(recording, name)
+        caption = f"Share of the {pool.num_pages:,} pages by owner, at the start of each step. "
+        plots.append(
+            Plot(
+                "pool-" + name.replace(" ", "-"),
+                f"Who holds the pool: {name}",
+                _figure(_occupancy, thinned, pool.num_pages) if thinned.start.size else None,
+                caption
+                + _binned(recording, thinned).format("the dark line is the highest use within."),
+            )
+        )
+    return plots
+
+
+def _binned(recording: Recording, thinned: Thinned) -> str:
+    if not thinned.width:
+        return ""
+    return (
+        f"{len(samples(recording)['time']):,} samples are shown as means over stretches of "
+        f"{thinned.width:.3g} virtual seconds; {{}}"
+    )
 
 
 def _figure(draw: Callable[..., None], *arguments: Any, height: float = 3.6) -> str:
@@ -286,7 +318,7 @@ def _occupancy(figure: Figure, thinned: Thinned, num_pages: int) -> None:
     axes.set_ylim(0, 100)
     axes.set_ylabel("share of the pool, %")
     _time_axis(axes, moments[0], moments[-1])
-    figure.legend(loc="outside upper center", ncols=6, frameon=False)
+    figure.legend(loc="outside upper center", ncols=7, frameon=False)
 
 
 def _requests(figure: Figure, thinned: Thinned) -> None:

@@ -20,6 +20,7 @@ class Requests:
         handle: the allocator's handle, 0 while queued, int64 ``(n,)``.
         filled: tokens prefilled in the present stay, int64 ``(n,)``.
         admitted: whether the request was ever admitted, bool ``(n,)``.
+        unshared: whether the request goes without the prefix cache, bool ``(n,)``.
         abort_at: tokens of progress (prefilled and put out) at which the request is aborted.
     """
 
@@ -35,6 +36,7 @@ class Requests:
         self.handle: IntArray = np.zeros(n, np.int64)
         self.filled: IntArray = np.zeros(n, np.int64)
         self.admitted = np.zeros(n, np.bool_)
+        self.unshared = np.zeros(n, np.bool_)
         self.abort_at: IntArray = np.full(n, NEVER)
         chosen = (rng.random(n) < abort_rate).nonzero()[0]
         span = self.prompt[chosen] + self.goal[chosen]

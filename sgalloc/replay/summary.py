@@ -13,78 +13,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sgalloc.replay.recording import Recording
+from sgalloc.replay.usage import (
+    FloatArray,
+    pool_use,
+    pools_use,
+    ratio,
+    sparse_use,
+    transfer_use,
+    window_use,
+)
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-FloatArray = npt.NDArray[np.float64]
-
 FORMAT = 1
 """Version of the layout of `summarise`; it changes when a key is removed or means another thing."""
 
 JSON_NAME = "report.json"
-
-KEYS: dict[str, str] = {
-    "format": "version of this layout",
-    "workload": "name of the workload",
-    "device": "device that held the table",
-    "config.*": "options of the run",
-    "pool.pages": "pages of the pool",
-    "pool.page_tokens": "tokens a page",
-    "requests.total": "requests of the workload",
-    "requests.finished": "requests that ran to their end",
-    "requests.aborted": "requests ended early at random",
-    "requests.refused": "requests that could never fit into the pool",
-    "requests.unfinished": "requests left over: the run was interrupted, or something broke",
-    "requests.peak_running": "most requests that ran at once",
-    "requests.retractions": "times a running request went back to the queue for want of pages",
-    "tokens.prompt": "tokens of the prompts of all admitted requests, once each",
-    "tokens.looked_up": "tokens looked up in the prefix cache, again after each retraction",
-    "tokens.hit": "tokens found there",
-    "tokens.prefilled": "tokens computed by prefill",
-    "tokens.decoded": "tokens put out",
-    "prefix_cache.hit_share": "tokens found per token looked up; null without a look-up",
-    "prefix_cache.evicted_pages": "pages evicted from the prefix cache",
-    "time.steps": "steps of the engine",
-    "time.virtual_seconds": "length of the run on the virtual clock",
-    "time.wall_seconds": "time the replay took",
-    "occupancy.mean_share": "share of the pool that is owned, cached or quarantined: mean over "
-    "the virtual time in which requests ran; null without a sample",
-    "occupancy.peak_share": "the same, at its highest",
-    "occupancy.held_mean_share": "share of the pool that open requests hold (owned, or cached and "
-    "locked), which no eviction can free: mean as above",
-    "occupancy.held_peak_share": "the same, at its highest",
-    "tail_waste.mean_tokens": "tokens allocated and not committed, over all open requests (a "
-    "shared page counts for each of them): mean as above",
-    "tail_waste.share": "the same per token allocated; null where nothing was allocated",
-    "pressure.steps": "steps that began while requests waited for pages",
-    "pressure.lowest_filled_share": "lowest share of the pool that was owned or cached at the "
-    "start of such a step; null if there was none",
-    "speculation.request_steps": "speculative steps, counted once for each request in them",
-    "speculation.committed_tokens": "tokens that they committed",
-    "speculation.mean_committed_tokens": "tokens a request commits a step; null without any",
-    "allocator.step_median_us": "time in the allocator a step: median; null without a step",
-    "allocator.step_p99_us": "the same, 99th percentile (interpolated between ranks)",
-    "allocator.step_mean_us": "the same, mean",
-    "allocator.total_ms": "time in the allocator, all steps",
-    "allocator.verbs.*.calls": "calls of the verb",
-    "allocator.verbs.*.median_us": "time of a call: median; null without a call",
-    "allocator.verbs.*.p99_us": "the same, 99th percentile",
-    "allocator.verbs.*.total_ms": "time of all calls",
-    "allocator.verbs.*.share": "the same, as a share of the time of all verbs",
-    "verdict.outcome": '"sound" (no law was broken, and every page and row came back), or "broken"',
-    "verdict.text": "the verdict as a sentence",
-    "verdict.violation": "the law that was broken; null if none",
-    "verdict.interrupted": "whether the run was stopped before its end",
-    "verdict.leaked_pages": "pages that did not come back; null where they were not counted",
-    "verdict.leaked_rows": "rows that did not come back; null where they were not counted",
-}
-"""What every key of `summarise` means; ``*`` stands for the name of an option or a verb."""
 
 
 class ReportError(ValueError):
@@ -92,7 +41,7 @@ class ReportError(ValueError):
 
 
 def summarise(recording: Recording) -> dict[str, Any]:
-    """The outcome of a replay: plain JSON types, every number finite, laid out as in `KEYS`."""
+    """The outcome of a replay: plain JSON types, all numbers finite, laid out as `keys.KEYS`."""
     totals = recording.totals
     done = totals.finished + totals.aborted + totals.refused
     tree: dict[str, Any] = {
@@ -118,7 +67,7 @@ def summarise(recording: Recording) -> dict[str, Any]:
             "decoded": totals.decoded,
         },
         "prefix_cache": {
-            "hit_share": _ratio(totals.hit, totals.looked_up),
+            "hit_share": ratio(totals.hit, totals.looked_up),
             "evicted_pages": totals.evicted,
         },
         "time": {
@@ -126,7 +75,7 @@ def summarise(recording: Recording) -> dict[str, Any]:
             "virtual_seconds": totals.virtual_seconds,
             "wall_seconds": totals.wall_seconds,
         },
-        **_pool_use(recording),
+        **pool_use(recording),
         "pressure": {
             "steps": totals.pressed_steps,
             "lowest_filled_share": totals.waiting_pressure if totals.pressed_steps else None,
@@ -134,19 +83,21 @@ def summarise(recording: Recording) -> dict[str, Any]:
         "speculation": {
             "request_steps": totals.speculative_steps,
             "committed_tokens": totals.accepted,
-            "mean_committed_tokens": _ratio(totals.accepted, totals.speculative_steps),
+            "mean_committed_tokens": ratio(totals.accepted, totals.speculative_steps),
+            "reserve_tokens": recording.reserve or None,
+            "mean_tail_tokens": ratio(totals.reserved_tail, totals.speculative_steps),
+            "moved_tokens": totals.moves,
+            "discarded_steps": totals.discarded_steps,
         },
+        "window": window_use(recording),
+        "sparse": sparse_use(recording),
+        "disaggregation": transfer_use(recording),
+        "pools": pools_use(recording),
         "allocator": _allocator_time(recording),
         "verdict": _verdict(recording),
     }
     plain: dict[str, Any] = _plain(tree)
     return plain
-
-
-def samples(recording: Recording) -> dict[str, FloatArray]:
-    """The samples as float64 arrays of one length, in case an interrupt cut the last one short."""
-    size = min(len(column) for column in recording.samples.values())
-    return {name: np.array(column[:size], np.float64) for name, column in recording.samples.items()}
 
 
 def write_json(summary: Mapping[str, Any], directory: str | PathLike[str]) -> Path:
@@ -194,43 +145,6 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
-
-
-def _pool_use(recording: Recording) -> dict[str, dict[str, float | None]]:
-    columns = samples(recording)
-    time = columns["time"]
-    if not time.size or not recording.num_pages:
-        return {
-            "occupancy": dict.fromkeys(
-                ("mean_share", "peak_share", "held_mean_share", "held_peak_share")
-            ),
-            "tail_waste": dict.fromkeys(("mean_tokens", "share")),
-        }
-    # What a sample says holds until the next one.
-    lasted = np.diff(time, append=max(recording.totals.virtual_seconds, time[-1]))
-    weight = np.where(columns["running"] > 0, lasted, 0.0)
-    if not weight.sum() > 0:
-        weight = np.ones_like(time)
-    held = (columns["owned"] + columns["locked"]) / recording.num_pages
-    used = held + (columns["evictable"] + columns["quarantined"]) / recording.num_pages
-    waste = columns["allocated"] - columns["committed"]
-    mean_waste = float(np.average(waste, weights=weight))
-    return {
-        "occupancy": {
-            "mean_share": float(np.average(used, weights=weight)),
-            "peak_share": float(used.max()),
-            "held_mean_share": float(np.average(held, weights=weight)),
-            "held_peak_share": float(held.max()),
-        },
-        "tail_waste": {
-            "mean_tokens": mean_waste,
-            "share": _ratio(mean_waste, float(np.average(columns["allocated"], weights=weight))),
-        },
-    }
-
-
 def _allocator_time(recording: Recording) -> dict[str, Any]:
     steps = _nanoseconds(recording.step_ns)
     verbs = {verb: _nanoseconds(calls) for verb, calls in recording.verbs.items()}
@@ -246,7 +160,7 @@ def _allocator_time(recording: Recording) -> dict[str, Any]:
                 "median_us": _microseconds(calls, np.median),
                 "p99_us": _microseconds(calls, _p99),
                 "total_ms": float(calls.sum()) / 1e6,
-                "share": _ratio(float(calls.sum()), whole),
+                "share": ratio(float(calls.sum()), whole),
             }
             for verb, calls in verbs.items()
         },
@@ -333,7 +247,6 @@ _FIGURES: dict[str, tuple[tuple[str, str, Callable[[float | None], str], str], .
         ("prefix hit rate", "prefix_cache.hit_share", show_share, ""),
         ("prefilled", "tokens.prefilled", show_count, ""),
         ("decoded", "tokens.decoded", show_count, ""),
-        ("per speculative step", "speculation.mean_committed_tokens", show_number, ""),
     ),
     "Time": (
         ("steps", "time.steps", show_count, ""),
@@ -355,9 +268,53 @@ _FIGURES: dict[str, tuple[tuple[str, str, Callable[[float | None], str], str], .
         ("steps under pressure", "pressure.steps", show_count, ""),
         ("filled then, at least", "pressure.lowest_filled_share", show_share, ""),
     ),
+    "Speculation": (
+        ("per speculative step", "speculation.mean_committed_tokens", show_number, ""),
+        ("reserved for it", "speculation.reserve_tokens", show_count, ""),
+        ("tail in a step", "speculation.mean_tail_tokens", show_number, ""),
+        ("moved in trees", "speculation.moved_tokens", show_count, ""),
+        ("steps discarded", "speculation.discarded_steps", show_count, ""),
+    ),
+    "Window": (
+        ("tokens", "window.tokens", show_count, ""),
+        ("pages held, mean", "window.held_mean_pages", show_count, ""),
+        ("pages held, peak", "window.held_peak_pages", show_count, ""),
+        ("pages saved, mean", "window.saved_mean_pages", show_count, ""),
+        ("saved, share", "window.saved_share", show_share, ""),
+        ("left the window", "window.evicted_pages", show_count, ""),
+        ("retractions for it", "window.retractions", show_count, ""),
+        ("without their prefix", "window.unshared_requests", show_count, ""),
+    ),
+    "Sparse": (
+        ("given back, thinned", "sparse.thinned_pages", show_count, ""),
+        ("device pages, mean", "sparse.held_mean_pages", show_count, ""),
+        ("device pages, peak", "sparse.held_peak_pages", show_count, ""),
+        ("dense, mean", "sparse.dense_mean_pages", show_count, ""),
+        ("device pages saved", "sparse.saved_share", show_share, ""),
+        ("retractions for them", "sparse.retractions", show_count, ""),
+        ("waits, logical", "sparse.logical_waits", show_count, ""),
+        ("waits, device", "sparse.device_waits", show_count, ""),
+    ),
+    "Transfers": (
+        ("begun", "disaggregation.transfers", show_count, ""),
+        ("live", "disaggregation.live", show_count, ""),
+        ("aborted", "disaggregation.aborted", show_count, ""),
+        ("given up", "disaggregation.reclaimed", show_count, ""),
+        ("tokens sent", "disaggregation.sent_tokens", show_count, ""),
+        ("found instead", "disaggregation.matched_tokens", show_count, ""),
+        ("extents", "disaggregation.extents", show_count, ""),
+        ("pages an extent", "disaggregation.mean_run_pages", show_number, ""),
+        ("pinned pages, mean", "disaggregation.pinned_mean_pages", show_count, ""),
+        ("pinned pages, peak", "disaggregation.pinned_peak_pages", show_count, ""),
+        ("to live, mean", "disaggregation.live_mean_seconds", show_number, " s"),
+        ("to live, longest", "disaggregation.live_most_seconds", show_number, " s"),
+        ("prefill steps", "disaggregation.prefill_steps", show_count, ""),
+        ("prefill retractions", "disaggregation.prefill_retractions", show_count, ""),
+    ),
 }
-# Left out where there is nothing to say.
-_IF_ANY = ("requests.unfinished", "speculation.mean_committed_tokens")
+# Left out where there is nothing to say: figures that are 0, and groups whose first is null.
+_IF_ANY = ("requests.unfinished", "speculation.moved_tokens", "speculation.discarded_steps")
+_GROUP_IF_ANY = ("Speculation", "Window", "Sparse", "Transfers")
 
 
 def figures(summary: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -377,6 +334,7 @@ def figures(summary: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]
             ],
         )
         for title, rows in _FIGURES.items()
+        if title not in _GROUP_IF_ANY or value(rows[0][1]) is not None
     ]
 
 

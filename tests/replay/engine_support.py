@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +78,25 @@ def proven(recording: Recording) -> Recording:
     assert not recording.interrupted
     assert totals.finished + totals.aborted + totals.refused == totals.requests
     return recording
+
+
+def plain(recording: Recording) -> dict[str, object]:
+    """All of a recording but the times that were measured."""
+    totals = dataclasses.asdict(recording.totals)
+    del totals["wall_seconds"]
+    return {
+        "totals": totals,
+        "samples": {name: list(values) for name, values in recording.samples.items()},
+        "pools": {
+            name: {column: list(values) for column, values in pool.samples.items()}
+            for name, pool in recording.pools.items()
+        },
+        "map": [frame.tolist() for frame in recording.map_frames],
+        "map_times": recording.map_times,
+        "calls": {verb: len(calls) for verb, calls in recording.verbs.items()},
+        "steps": len(recording.step_ns),
+        "rest": (recording.violation, recording.leaked_pages, recording.leaked_rows),
+    }
 
 
 def column(recording: Recording, name: str) -> list[float]:

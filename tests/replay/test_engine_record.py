@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
-from replay.engine_support import PAGE, engine, proven, req
+from replay.engine_support import PAGE, engine, plain, proven, req
 
 from sgalloc.replay.acceptance import Acceptance
 from sgalloc.replay.engine import Engine, Options
-from sgalloc.replay.recording import Recording
 from sgalloc.replay.requests import Workload
 from sgalloc.replay.workload import generate
 from sgalloc.sizing import SpecConfig
 
 # The record
-
-
-def plain(recording: Recording) -> dict[str, object]:
-    """All of a recording but the times that were measured."""
-    totals = dataclasses.asdict(recording.totals)
-    del totals["wall_seconds"]
-    return {
-        "totals": totals,
-        "samples": {name: list(values) for name, values in recording.samples.items()},
-        "map": [frame.tolist() for frame in recording.map_frames],
-        "map_times": recording.map_times,
-        "calls": {verb: len(calls) for verb, calls in recording.verbs.items()},
-        "steps": len(recording.step_ns),
-        "rest": (recording.violation, recording.leaked_pages, recording.leaked_rows),
-    }
 
 
 def seeded(seed: int) -> dict[str, object]:

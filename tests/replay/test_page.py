@@ -20,9 +20,16 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from sgalloc.replay import page
+from sgalloc.replay.keys import KEYS
 from sgalloc.replay.page import MAX_POINTS, ReportError, prepare_directory, thin, write_report
-from sgalloc.replay.recording import MAP_OWNERS, SAMPLED, Recording
-from sgalloc.replay.summary import KEYS, figures, summarise
+from sgalloc.replay.recording import (
+    MAP_OWNERS,
+    POOL_SAMPLED,
+    SAMPLED,
+    PoolRecord,
+    Recording,
+)
+from sgalloc.replay.summary import figures, summarise
 
 SECTIONS = ["figures", "occupancy", "map", "requests", "time", "verbs", "options", "keys"]
 PLOTS = ["occupancy", "map", "requests", "time", "verbs"]
@@ -34,13 +41,15 @@ def record(steps: int, pages: int = 50) -> Recording:
     rng = np.random.default_rng(7)
     recording = Recording({"page_size": 16, "trace": "a & b.jsonl"}, "made up", pages, 16)
     for step in range(steps):
-        owned, locked, evictable, quarantined, free = rng.multinomial(
-            pages, [0.4, 0.2, 0.2, 0.1, 0.1]
+        owned, locked, evictable, quarantined, pinned, free = rng.multinomial(
+            pages, [0.4, 0.1, 0.2, 0.1, 0.1, 0.1]
         )
         running, queued = rng.integers(0, 90, 2)
-        row = (step * 0.01, running, queued, owned, locked, evictable, quarantined, free, 70, 80)
+        by_owner = (owned, locked, evictable, quarantined, pinned, free)
+        row = (step * 0.01, running, queued, *by_owner, 70, 80)
         recording.sample(dict(zip(SAMPLED, map(float, row), strict=True)))
-        owners = np.repeat([3, -1, -2, 0], [owned, locked + evictable, quarantined, free])
+        held = (owned, locked + evictable, quarantined, pinned, free)
+        owners = np.repeat([3, -1, -2, -4, 0], held)
         if step % max(1, steps // 100) == 0:
             recording.frame(step * 0.01, owners)
         recording.step_ns.append(int(rng.integers(1_000, 90_000)))
@@ -244,7 +253,7 @@ def test_many_samples_are_binned_by_time_and_keep_their_peaks(tmp_path):
 
 def test_occupancy_stacks_the_owners_up_to_the_whole_pool():
     recording = Recording({}, "", 40, 1)
-    for row in ([0, 0, 0, 4, 8, 12, 6, 10, 0, 0], [5, 0, 0, 40, 0, 0, 0, 0, 0, 0]):
+    for row in ([0, 0, 0, 4, 8, 12, 5, 1, 10, 0, 0], [5, 0, 0, 40, 0, 0, 0, 0, 0, 0, 0]):
         recording.sample(dict(zip(SAMPLED, row, strict=True)))
     recording.totals.virtual_seconds = 6.0
     figure = Figure()
@@ -257,20 +266,50 @@ def test_occupancy_stacks_the_owners_up_to_the_whole_pool():
         tops[area.get_label()] = points[points[:, 0] < 5.0][:, 1].max()
     assert tops == {
         "owned": 10.0,
-        "cached and locked": 30.0,
-        "cached, evictable": 60.0,
+        "pinned": 12.5,
+        "cached and locked": 32.5,
+        "cached, evictable": 62.5,
         "quarantined": 75.0,
         "free": 100.0,
     }
-    assert len({tuple(area.get_facecolor()[0]) for area in axes.collections}) == 5
+    assert len({tuple(area.get_facecolor()[0]) for area in axes.collections}) == 6
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == list(tops)
 
 
+def with_pools(steps: int) -> Recording:
+    """A run with two more pools, whose pages are those of the main one, but for who has them."""
+    recording = record(steps)
+    for name, swapped in (("window", ("owned", "free")), ("prefill", ("locked", "free"))):
+        pool = recording.pools[name] = PoolRecord(50)
+        here = {column: column for column in POOL_SAMPLED}
+        here |= {swapped[0]: swapped[1], swapped[1]: swapped[0]}
+        for column, other in here.items():
+            pool.samples[column].extend(recording.samples[other])
+    return recording
+
+
+@pytest.mark.parametrize("steps", [1, 20, 3000])
+def test_every_pool_has_a_plot_of_its_own(tmp_path, steps):
+    recording = with_pools(steps)
+    write_report(recording, tmp_path)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    sections = [part.split('"')[0] for part in text.split('<section id="')[1:]]
+    assert sections == [*SECTIONS[:2], "pool-window", "pool-prefill", *SECTIONS[2:]]
+    assert text.count("<img") == len(PLOTS) + 2
+    main, window, prefill = (thin(recording, name) for name in (None, "window", "prefill"))
+    assert window.mean["owned"].tolist() == main.mean["free"].tolist()
+    assert window.mean["free"].tolist() == main.mean["owned"].tolist()
+    assert prefill.mean["locked"].tolist() == main.mean["free"].tolist()
+    # The dark line of the peaks is that of the pool itself.
+    used = 50 - main.mean["owned"]
+    assert window.mean["used"].tolist() == pytest.approx(used.tolist())
+
+
 def test_the_map_has_a_colour_for_every_owner():
-    recording = Recording({}, "", 5, 1)
-    recording.frame(0.0, np.array([0, 0, 0, 0, 0]))
-    recording.frame(2.0, np.array([9, -1, -2, -3, 0]))
+    recording = Recording({}, "", 6, 1)
+    recording.frame(0.0, np.array([0, 0, 0, 0, 0, 0]))
+    recording.frame(2.0, np.array([9, -1, -2, -3, -4, 0]))
     recording.totals.virtual_seconds = 3.0
     figure = Figure()
     page._map(figure, recording)
@@ -278,11 +317,12 @@ def test_the_map_has_a_colour_for_every_owner():
     (mesh,) = axes.collections
     coordinates = mesh.get_coordinates()
     assert coordinates[0, :, 0].tolist() == [0.0, 2.0, 3.0]
-    assert coordinates[:, 0, 1].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert coordinates[:, 0, 1].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     shades = mesh.to_rgba(mesh.get_array())
     colours = {name: to_rgba(page._MAP_COLOURS[name]) for name in MAP_OWNERS}
-    assert len(set(colours.values())) == 5
-    for index, name in enumerate(["owned", "cached", "quarantined", "locked", "free"]):
+    assert len(set(colours.values())) == 6
+    names = ["owned", "cached", "quarantined", "locked", "pinned", "free"]
+    for index, name in enumerate(names):
         assert tuple(shades[index, 0]) == colours["free"]
         assert tuple(shades[index, 1]) == colours[name]
     (legend,) = figure.legends

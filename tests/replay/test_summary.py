@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sgalloc.replay.recording import SAMPLED, Recording, Totals
+from sgalloc.replay.keys import KEYS
+from sgalloc.replay.recording import POOL_SAMPLED, SAMPLED, PoolRecord, Recording, Totals
 from sgalloc.replay.summary import (
     FORMAT,
-    KEYS,
     ReportError,
     figures,
     headline,
@@ -31,13 +31,18 @@ from sgalloc.replay.summary import (
     write_json,
 )
 
-# time, running, queued, owned, locked, evictable, quarantined, free, committed, allocated
+# time, running, queued, owned, locked, evictable, quarantined, pinned, free, committed, allocated
 ROWS = [
-    (0.0, 2, 1, 4, 1, 1, 0, 4, 15, 20),
-    (1.0, 3, 0, 6, 2, 0, 1, 1, 30, 32),
-    (4.0, 0, 0, 0, 0, 5, 0, 5, 0, 0),
-    (10.0, 1, 0, 2, 0, 5, 0, 3, 7, 8),
+    (0.0, 2, 1, 3, 1, 1, 0, 1, 4, 15, 20),
+    (1.0, 3, 0, 4, 2, 0, 1, 2, 1, 30, 32),
+    (4.0, 0, 0, 0, 0, 5, 0, 0, 5, 0, 0),
+    (10.0, 1, 0, 2, 0, 5, 0, 0, 3, 7, 8),
 ]
+# The same moments in a group of 5 window pages, one of 4 pages of a device, and on a prefill
+# node of 8; these never stand together but here.
+WINDOW_ROWS = [(2, 1, 0, 0, 1, 1), (2, 1, 0, 1, 1, 0), (0, 0, 2, 0, 0, 3), (1, 0, 2, 0, 0, 2)]
+DEVICE_ROWS = [(2, 0, 0, 1, 0, 1), (3, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 4), (1, 0, 0, 0, 0, 3)]
+PREFILL_ROWS = [(8, 0, 0, 0, 0, 0), (4, 1, 1, 2, 0, 0), (0, 0, 0, 0, 0, 8), (1, 1, 1, 1, 0, 4)]
 
 
 def small() -> Recording:
@@ -64,7 +69,36 @@ def small() -> Recording:
         pressed_steps=2,
         accepted=14,
         speculative_steps=8,
+        discarded_steps=2,
+        reserved_tail=84,
+        moves=11,
+        window_evicted=17,
+        window_retractions=3,
+        unshared=1,
+        thinned=31,
+        device_retractions=1,
+        side_waits=6,
+        main_waits=7,
+        prefill_steps=19,
+        prefill_retractions=2,
+        transfers=13,
+        live=8,
+        transfer_aborts=4,
+        reclaimed=1,
+        matched_tokens=48,
+        sent_tokens=200,
+        sent_pages=56,
+        extents=21,
+        live_seconds=6.0,
+        live_seconds_most=2.5,
     )
+    recording.reserve, recording.window = 24, 6
+    groups = (("window", 5, WINDOW_ROWS), ("device", 4, DEVICE_ROWS), ("prefill", 8, PREFILL_ROWS))
+    for name, pages, rows in groups:
+        pool = recording.pools[name] = PoolRecord(pages, evicted=pages + 10)
+        for row in rows:
+            for column, value in zip(POOL_SAMPLED, row, strict=True):
+                pool.samples[column].append(value)
     recording.step_ns = array("q", [2000, 1000, 4000])
     recording.verbs = {
         "plan": array("q", [1000, 2000, 1000]),
@@ -127,6 +161,60 @@ def test_numbers_worked_out_by_hand():
         "speculation.request_steps": 8,
         "speculation.committed_tokens": 14,
         "speculation.mean_committed_tokens": 1.75,
+        "speculation.reserve_tokens": 24,
+        "speculation.mean_tail_tokens": 10.5,
+        "speculation.moved_tokens": 11,
+        "speculation.discarded_steps": 2,
+        "window.tokens": 6,
+        "window.evicted_pages": 17,
+        "window.held_mean_pages": (1 * 4 + 3 * 4 + 2 * 1) / 6,
+        "window.held_peak_pages": 4.0,
+        "window.saved_mean_pages": (1 * 1 + 3 * 4 + 2 * 1) / 6,
+        "window.saved_share": 15 / 33,
+        "window.retractions": 3,
+        "window.unshared_requests": 1,
+        "sparse.held_mean_pages": (1 * 2 + 3 * 3 + 2 * 1) / 6,
+        "sparse.held_peak_pages": 3.0,
+        "sparse.dense_mean_pages": (1 * 5 + 3 * 8 + 2 * 2) / 6,
+        "sparse.saved_mean_pages": (1 * 3 + 3 * 5 + 2 * 1) / 6,
+        "sparse.saved_share": 20 / 33,
+        "sparse.thinned_pages": 31,
+        "sparse.retractions": 1,
+        "sparse.logical_waits": 7,
+        "sparse.device_waits": 6,
+        "disaggregation.prefill_steps": 19,
+        "disaggregation.prefill_retractions": 2,
+        "disaggregation.transfers": 13,
+        "disaggregation.live": 8,
+        "disaggregation.aborted": 4,
+        "disaggregation.reclaimed": 1,
+        "disaggregation.matched_tokens": 48,
+        "disaggregation.sent_tokens": 200,
+        "disaggregation.sent_pages": 56,
+        "disaggregation.extents": 21,
+        "disaggregation.mean_run_pages": 56 / 21,
+        "disaggregation.pinned_mean_pages": (1 * 1 + 3 * 2) / 6,
+        "disaggregation.pinned_peak_pages": 2.0,
+        "disaggregation.live_mean_seconds": 0.75,
+        "disaggregation.live_most_seconds": 2.5,
+        "pools.window.pages": 5,
+        "pools.window.mean_share": (1 * 4 + 3 * 5 + 2 * 3) / 6 / 5,
+        "pools.window.peak_share": 1.0,
+        "pools.window.held_mean_pages": (1 * 4 + 3 * 4 + 2 * 1) / 6,
+        "pools.window.held_peak_pages": 4.0,
+        "pools.window.evicted_pages": 15,
+        "pools.device.pages": 4,
+        "pools.device.mean_share": (1 * 3 + 3 * 3 + 2 * 1) / 6 / 4,
+        "pools.device.peak_share": 0.75,
+        "pools.device.held_mean_pages": (1 * 2 + 3 * 3 + 2 * 1) / 6,
+        "pools.device.held_peak_pages": 3.0,
+        "pools.device.evicted_pages": 14,
+        "pools.prefill.pages": 8,
+        "pools.prefill.mean_share": (1 * 8 + 3 * 8 + 2 * 4) / 6 / 8,
+        "pools.prefill.peak_share": 1.0,
+        "pools.prefill.held_mean_pages": (1 * 8 + 3 * 5 + 2 * 2) / 6,
+        "pools.prefill.held_peak_pages": 8.0,
+        "pools.prefill.evicted_pages": 18,
         "allocator.step_median_us": 2.0,
         "allocator.step_p99_us": 3.96,
         "allocator.step_mean_us": 7 / 3,
@@ -162,6 +250,11 @@ def test_numbers_worked_out_by_hand():
 def test_nothing_recorded_is_null_and_not_a_number_made_up():
     found = flat(summarise(Recording({}, "nothing", 4, 16)))
     empty = {key for key, value in found.items() if value is None}
+    # A group of figures that the run has no use for is null as a whole.
+    for group in ("window.", "sparse.", "disaggregation."):
+        unused = {key for key in found if key.startswith(group)}
+        assert unused and unused <= empty
+        empty -= unused
     assert empty == {
         "prefix_cache.hit_share",
         "occupancy.mean_share",
@@ -172,6 +265,8 @@ def test_nothing_recorded_is_null_and_not_a_number_made_up():
         "tail_waste.share",
         "pressure.lowest_filled_share",
         "speculation.mean_committed_tokens",
+        "speculation.reserve_tokens",
+        "speculation.mean_tail_tokens",
         "allocator.step_median_us",
         "allocator.step_p99_us",
         "allocator.step_mean_us",
@@ -183,7 +278,7 @@ def test_nothing_recorded_is_null_and_not_a_number_made_up():
 def test_a_run_without_time_or_requests_counts_every_sample_alike():
     recording = Recording({}, "idle", 10, 4)
     for owned in (2, 4, 9):
-        row = (5.0, 0, 0, owned, 0, 0, 0, 10 - owned, 0, 0)
+        row = (5.0, 0, 0, owned, 0, 0, 0, 0, 10 - owned, 0, 0)
         recording.sample(dict(zip(SAMPLED, row, strict=True)))
     occupancy = summarise(recording)["occupancy"]
     assert occupancy["mean_share"] == pytest.approx(0.5)
@@ -291,9 +386,18 @@ def test_what_is_not_there_is_left_out_of_the_figures():
     labels = dict(pair for _, pairs in figures(summarise(recording)) for pair in pairs)
     assert (labels["unfinished"], labels["per speculative step"]) == ("1", "1.75")
     recording.totals.finished += 1
-    recording.totals.accepted = recording.totals.speculative_steps = 0
+    recording.totals.moves = 0
     without = dict(pair for _, pairs in figures(summarise(recording)) for pair in pairs)
-    assert labels.keys() - without.keys() == {"unfinished", "per speculative step"}
+    assert labels.keys() - without.keys() == {"unfinished", "moved in trees"}
+    # Whole groups, where there is no speculation, no window and no second node.
+    recording.totals.accepted = recording.totals.speculative_steps = recording.window = 0
+    recording.pools.clear()
+    assert [title for title, _ in figures(summarise(recording))] == [
+        "Requests",
+        "Tokens",
+        "Time",
+        "Pool",
+    ]
     empty = dict(p for _, pairs in figures(summarise(Recording({}, "", 1, 1))) for p in pairs)
     assert empty["allocator/step p99"] == "–"
 
@@ -340,7 +444,9 @@ def test_labels_fold_before_numbers_do():
 
 
 def test_small_numbers_stand_beside_their_labels():
-    lines = [" ".join(line.split()) for line in printed(small()).splitlines()]
+    recording = small()
+    recording.totals.finished += 1  # a whole run: nothing is left over
+    lines = [" ".join(line.split()) for line in printed(recording).splitlines()]
     assert "aborted 2 found there 20" in lines
     assert "steps 3 occupied, mean 78.3 %" in lines
     assert "allocator/step p99 3.96 µs tail waste, share 9.8 %" in lines
