@@ -20,7 +20,6 @@ from click.testing import CliRunner
 from cuda_on_cpu.emulator import Buffer, Emulator, build, require_compiler
 from stand_in_cuda import Cuda, stand_in
 
-import sgalloc
 from profiling.gpu import (
     clock,
     common,
@@ -204,42 +203,6 @@ def test_groups_cover_what_they_should(documents: dict[str, dict[str, Any]]) -> 
     ):
         for record in found.where(name, groups.ON_GPU, batch=5):
             assert record["at"]["launches"] == launches
-
-
-@pytest.mark.parametrize("name", [groups.RESERVES, "eagle step", "reserve, window", "compact"])
-def test_a_second_launch_is_found(cuda: Cuda, name: str) -> None:
-    case = next(case for case in groups.CASES if case.name == name)
-
-    def twice(world: groups.World) -> Any:
-        before, call, after = case.script(world)
-
-        def slots_too() -> Any:
-            done = call()
-            world.alloc.slots(world.batch, 0, 1)
-            return done
-
-        return before, slots_too, after
-
-    spoilt, shape = case._replace(script=twice), groups.shape_for(3, 16)
-    groups.measure_case(case, shape, clock.Gpu(), "cuda", SHORT, {})
-    with pytest.raises(RuntimeError, match=f"{name} made [12] launches and 0 copies, and not [01]"):
-        groups.measure_case(spoilt, shape, clock.Gpu(), "cuda", SHORT, {})
-
-
-@pytest.mark.parametrize("what", ["table", "window", "map", "ledger"])
-def test_a_twin_that_did_other_work_is_found(cuda: Cuda, what: str) -> None:
-    mine, twin = (groups.World("mapped", groups.shape_for(3, 16), at) for at in ("cuda", "cpu"))
-    groups.agree("a step", mine.alloc, twin.alloc)
-    if what == "ledger":
-        twin.alloc.trim(twin.batch, 900)
-        with pytest.raises(RuntimeError, match="GPU and CPU differ after a step"):
-            groups.agree("a step", mine.alloc, twin.alloc)
-        return
-    device = mine.alloc._core.device
-    array = {"table": device.table, "window": device.side_table, "map": device.side_map}[what]
-    array[array != 0] += 1
-    with pytest.raises((RuntimeError, sgalloc.LawViolation)):
-        groups.agree("a step", mine.alloc, twin.alloc)
 
 
 def test_kernels_name_each_case_once() -> None:
