@@ -180,3 +180,39 @@ def test_batches_and_handles_in_any_order_do_what_handles_alone_do(ps: int, seed
             assert alloc.allocated(named).tolist() == twin.allocated(same).tolist()
     assert done > 60
     assert_laws(alloc)
+
+
+@pytest.mark.parametrize("kind", ["extend", "decode", "reserve"])
+def test_a_plan_of_a_batch_is_that_of_its_handles_whoever_changed_the_ledger(kind: str) -> None:
+    alloc, h = running()
+    batch, amount = alloc.batch(h[:3]), {"extend": 60}.get(kind, 5)
+    for change in (
+        lambda: None,
+        lambda: alloc.decode(batch),
+        lambda: alloc.decode(h, 3),
+        lambda: alloc.trim(int(h[1]), 2),
+        lambda: alloc.reserve([int(h[0]), int(h[3])], 40),
+        lambda: alloc.commit(int(h[0]), 30),
+        lambda: alloc.release(int(h[3])),
+    ):
+        change()
+        mine, wanted = (alloc.plan(**{kind: (x, amount)}) for x in (batch, h[:3]))
+        for name in ("rows", "start", "stop", "cur", "nxt"):
+            np.testing.assert_array_equal(getattr(mine, name), getattr(wanted, name))
+        assert mine.start.tolist() == alloc.committed(h[:3]).tolist()
+        assert mine.cur.tolist() == alloc.allocated(h[:3]).tolist()
+        assert mine.need == wanted.need
+    alloc.apply(mine)
+    assert_laws(alloc)
+
+
+def test_a_plan_of_one_kind_looks_nothing_up_that_its_batch_knows() -> None:
+    alloc, h = running()
+    batch = alloc.batch(h)
+    known = alloc.reserve(batch, 4)
+    plan = alloc.plan(reserve=(batch, 4))
+    assert plan.start is known.start and plan.cur is known.nxt
+    mixed = alloc.plan(reserve=(h[:2], 4), decode=(alloc.batch(h[2:]), 1))
+    assert mixed.rows.tolist() == [*plan.rows[2:].tolist(), *plan.rows[:2].tolist()]
+    assert mixed.cur.tolist() == [*plan.cur[2:].tolist(), *plan.cur[:2].tolist()]
+    assert alloc.plan(extend=(h[:0], 4)).rows.dtype == np.int64

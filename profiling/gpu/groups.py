@@ -42,7 +42,7 @@ class Size:
     effort: Effort
 
 
-FULL = Size((256, 4096), (16, 64), Effort(0.6, least=6, block=4))
+FULL = Size((256, 4096), (16, 64), Effort(0.4, least=6, block=4))
 QUICK = Size((256, 4096), (64,), Effort(0.1, least=4, block=2))
 
 

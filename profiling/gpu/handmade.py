@@ -43,7 +43,10 @@ class Launch(Protocol):
         """
 
     def filling(self, count: int) -> Any:
-        """A graph of ``count`` launches that store into the same places, and do nothing else."""
+        """A graph of ``count`` launches that store into the same places, and do nothing else.
+
+        None where the launch is held against a memset alone.
+        """
 
     def check_filled(self, graph: Any) -> None:
         """Replay ``graph``, of `filling`, over poisoned outputs: it stores where `graph` does.
