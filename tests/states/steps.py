@@ -210,6 +210,7 @@ VERBS: dict[str, Verb] = {
     "trim": trim(lambda c, ps: c - min(c, 3)),
     "trim to a page": trim(lambda c, ps: c // 2 // ps * ps, behind=True),
     "trim the tail": trim(lambda c, ps: c),
+    "trim deep": trim(lambda c, ps: c // 3),
     "trim all": trim(lambda c, ps: 0),
     "release": release(),
     "release behind": release(behind=True),
@@ -327,6 +328,7 @@ BOTH_STATES: dict[str, State] = {
 SPARSE_STATES: dict[str, State] = {
     "short and sparse": lambda w: running(w, V["to sparse"], length=5),
     "long and sparse": lambda w: running(w, V["to sparse"], V["decode"], length=19),
+    "thinned with a reserve": lambda w: running(w, V["reserve"], V["to sparse"], length=5),
     "thinned behind an event": lambda w: running(w, V["to sparse behind"], length=19),
     "logical alone": lambda w: received(w, V["ack 0"], V["ack 1"], main_only=True),
     "receiving logical pages": lambda w: received(w, main_only=True),

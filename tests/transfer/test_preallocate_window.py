@@ -177,6 +177,31 @@ def test_the_pages_are_those_of_the_tail_less_the_match(ps: int, window: int) ->
         assert_nothing_held(alloc)
 
 
+@pytest.mark.parametrize(("length", "tail", "frontier"), [(24, 12, 16), (24, 24, 16), (25, 9, 16)])
+def test_a_tail_reaches_no_further_than_what_the_cache_still_has(
+    length: int, tail: int, frontier: int
+) -> None:
+    """The cached prefix lost its window pages below 16, and its main pages are not received."""
+    alloc = windowed(30, PS, WINDOW, 30, cache=True)
+    (h,) = alloc.open()
+    alloc.extend(h, 24)
+    alloc.evict_window(h, 16)
+    alloc.release(h, tokens=prompt(6, PS))
+    match = alloc.prefix.match(prompt(6, PS))
+    assert match.length == 24 and numbers(alloc, "cached") == {"full": 6, "window": 2}
+    (h,) = alloc.preallocate(length, prefix=match, window_tail=tail)
+    alloc.check(device=True)
+    assert alloc.frontier(h).tolist() == [frontier]
+    new = length > 24
+    assert numbers(alloc, "pinned") == {"full": new, "window": new}
+    assert [bool(page) for page in alloc.window_pages(h)] == [False] * 4 + [True] * (2 + new)
+    alloc.acknowledge(h, 0)
+    alloc.decode(h)
+    alloc.release(h)
+    alloc.prefix.clear()
+    assert_nothing_held(alloc)
+
+
 def test_several_at_once_with_tails_of_their_own() -> None:
     alloc = windowed(30, PS, WINDOW, 30, cache=True)
     cached(alloc, prompt(3, PS))
