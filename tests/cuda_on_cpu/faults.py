@@ -440,7 +440,7 @@ RACES: dict[str, Fault] = {
         "threadIdx.x; at < total",
     ),
     "words stored as plain memory": Fault(
-        "race", "common.cuh", "__atomic_store_n(word, value, __ATOMIC_RELEASE)", "*word = value"
+        "race", "common.cuh", "__atomic_store_n(word, value, __ATOMIC_RELAXED)", "*word = value"
     ),
     "no barrier before the next tile": FAULTS["no barrier before the next tile"],
     "no barrier before the next tile, scan": FAULTS["no barrier before the next tile, scan"],
