@@ -381,8 +381,8 @@ FAULTS: dict[str, Fault] = {
     "side: left out": Fault(
         "side",
         "assign_pages.cu",
-        "    gather_step(t, step, page_ids);\n    side_step(t, step);",
-        "    gather_step(t, step, page_ids);",
+        "    apply_step(t, tile, step);\n    side_step(t, step);",
+        "    apply_step(t, tile, step);",
     ),
     "side: ids for pages of the main group": Fault(
         "side", "assign_pages.cu", "step->side_mains_at", "step->side_ids_at"
