@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
+from profiling import window_verbs
 from profiling.aim import BLOCKS, FIRST, STEPWISE
 from profiling.group_verbs import BESIDE, NAMES, PLAIN
 from profiling.harness import LOOP, SUBJECT
@@ -368,6 +369,7 @@ _BUILDERS: dict[str, Callable[[Found], list[Table]]] = {
     "verbs": lambda found: [verbs_table(found, page) for page in found.sizes("page")],
     "cache": lambda found: [cache_table(found)],
     "groups": lambda found: [groups_table(found, page) for page in found.sizes("page")],
+    "window": lambda found: [window_verbs.table(found)],
     "scaling": lambda found: [moved_table(found), pool_table(found), history_table(found)],
     "breakdown": lambda found: [breakdown_table(found)],
     "prices": lambda found: [prices_table(found)],

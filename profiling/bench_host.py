@@ -22,6 +22,7 @@ from profiling import (
     scaling,
     tables,
     verbs,
+    window_verbs,
 )
 from profiling.harness import Effort
 from profiling.measured import Bench
@@ -101,6 +102,9 @@ RUNNERS: dict[str, Callable[[Size], Bench]] = {
     "cache": lambda size: cache_verbs.run(size.batches, size.pages, size.pace),
     "groups": lambda size: group_verbs.run(
         size.grouped, [page for page in size.pages if page > 1], size.received, size.pace
+    ),
+    "window": lambda size: window_verbs.run(
+        size.grouped, [page for page in size.pages if page > 1], size.pace
     ),
     "scaling": lambda size: scaling.run(size.moved, size.pools, size.histories, size.pace),
     "breakdown": lambda size: breakdown.run((64, 16, 1), size.steady),

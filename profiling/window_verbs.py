@@ -1,4 +1,4 @@
-"""The verbs of a sliding window: `python -m profiling.window_verbs --help`.
+"""The verbs of a sliding window: `python -m profiling.bench_host --only window`.
 
 Three sides make the same calls: sgalloc with a window group, sgalloc without one (what the window
 adds is the difference), and a plain Python loop with a second list of free pages.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import click
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 
 import sgalloc
 from profiling.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
@@ -245,9 +243,8 @@ def run(batches: Iterable[int], page_sizes: Iterable[int], effort: Effort) -> Be
     return Bench(records, compared)
 
 
-def table(bench: Bench) -> Table:
+def table(found: Found) -> Table:
     """What a window adds, and what the loop takes."""
-    found = Found([record.to_json() for record in bench.records])
     rows, ratios = [], []
     for name, label in found.names():
         for page in found.sizes("page"):
@@ -274,15 +271,3 @@ def table(bench: Bench) -> Table:
         rows,
         f"the loop takes {times(min(ratios))} to {times(max(ratios))} as long as sgalloc.",
     )
-
-
-@click.command()
-@click.option("--quick", is_flag=True, help="Fewer rounds: about ten seconds.")
-def main(quick: bool) -> None:
-    """Measure the window's verbs at 256 and 4,096 requests, beside the plain Python loop."""
-    effort = Effort(0.2, 20) if quick else Effort(1.5, 200, most=5000, warm_up=10)
-    Console(width=160).print(table(run((256, 4096), (16, 64), effort)).rich())
-
-
-if __name__ == "__main__":
-    main()

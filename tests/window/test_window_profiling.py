@@ -8,6 +8,7 @@ import pytest
 
 from profiling import window_verbs
 from profiling.harness import LOOP, SUBJECT, Effort, alternate
+from profiling.layout import Found
 
 BRIEF = Effort(0.0, 10, most=10, block=5)
 
@@ -42,7 +43,7 @@ def test_a_loop_that_frees_another_number_of_pages_is_noticed() -> None:
 def test_the_table_has_every_call_and_a_verdict(monkeypatch: Any) -> None:
     bench = window_verbs.run((3,), (16,), BRIEF)
     assert bench.states_compared == 2
-    table = window_verbs.table(bench)
+    table = window_verbs.table(Found([record.to_json() for record in bench.records]))
     text = table.markdown()
     for name in ("decode", "evict_window", "reserve without need", "reserve and evict, planned"):
         assert f"`{name}`" in text
