@@ -115,7 +115,10 @@ def test_a_run_is_complete(small_run: tuple[dict[str, Any], str]) -> None:
         for batch in (TINY.received if name in received else TINY.grouped)
         for page in (16, 64)
     }
-    assert data["run"]["states_compared"] == 4 * 2 * 3 + 2 * 2 * 3 + 2 * 2 + 2 * (4 * 2 + 2 * 2) + 2 * 2 * 2
+    assert (
+        data["run"]["states_compared"]
+        == 4 * 2 * 3 + 2 * 2 * 3 + 2 * 2 + 2 * (4 * 2 + 2 * 2) + 2 * 2 * 2
+    )
     for bench in answers.BENCHES:
         for table in answers.build(data, bench):
             assert table.title.replace("`", "") in re.sub(r"\s+", " ", text)
