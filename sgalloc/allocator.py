@@ -35,7 +35,6 @@ _RANGED = (
     "open_with_prefix",
     "extend",
     "decode",
-    "reserve",
     "apply",
     "commit",
     "trim",
@@ -284,23 +283,7 @@ class KVAllocator(Receiving):
         Raises:
             OutOfPages, RowTooNarrow: it does not fit.
         """
-        try:
-            rows, start, cur = self._ledger.holding(x)
-            tokens = _operand(reserve, rows.size, "reserve")
-            self._core.settle()
-            writer = None
-            if rows.size >= self._rounds_from(rounding) and out is None:
-                writer = growing.round_on_device(self._core, rows, start, cur, tokens, after)
-            plan = self._make_plan(self._ledger, rows, start, cur, start + tokens)
-            if self._core.side is not None:
-                self._beside(plan)
-            growing.apply(self._core, plan, out, after, writer)
-        except AllocError as refusal:
-            self._count(refusal)
-            raise
-        if type(x) is Batch:
-            x.moved(start, plan.nxt)
-        return plan
+        return self._reserve(x, reserve, out, after, self._rounds_from(rounding))
 
     @counted
     def plan(
@@ -422,10 +405,54 @@ class KVAllocator(Receiving):
         """Let a tool see verbs, plans, staging and launches, and sample the counters."""
         device = self._core.device
         sample = ranges.level_sampler(lambda: pool.free, lambda: device.staging)
-        ranges.instrument(self, {verb: verb for verb in _RANGED}, after=sample)
+        verbs = {verb: verb for verb in _RANGED} | {"_reserve": "reserve"}
+        ranges.instrument(self, verbs, after=sample)
         ranges.instrument(self, {"_make_plan": "plan"})
         ranges.instrument(device, {"write": "write"}, payload=ranges.step_payload)
         ranges.instrument(device, device.ranged)
+
+    def _reserve(
+        self,
+        x: Any,
+        reserve: Any,
+        out: Any,
+        after: Any,
+        rounds_from: int,
+        evict: bool = False,
+        counts_step: bool = False,
+    ) -> Plan:
+        """`reserve`, also as a decode step, and with what left the window going back first.
+
+        Args:
+            x, reserve, out, after: as `reserve`.
+            rounds_from: requests from which the device rounds.
+            evict: whether what left the window goes back first.
+            counts_step: whether each request counts a decode step.
+        """
+        try:
+            rows, start, cur = self._ledger.holding(x)
+            tokens = _operand(reserve, rows.size, "reserve")
+            self._core.settle()
+            writer = None
+            if rows.size >= rounds_from and out is None:
+                writer = growing.round_on_device(self._core, rows, start, cur, tokens, after)
+            plan = self._make_plan(
+                self._ledger,
+                rows,
+                start,
+                cur,
+                start + tokens,
+                decoding=rows if counts_step else None,
+            )
+            if self._core.side is not None:
+                self._beside(plan, evict)
+            growing.apply(self._core, plan, out, after, writer)
+        except AllocError as refusal:
+            self._count(refusal)
+            raise
+        if type(x) is Batch:
+            x.moved(start, plan.nxt)
+        return plan
 
     def _beside(
         self, plan: Plan, evict: bool = False, tail: Any = None, main_only: bool = False

@@ -238,10 +238,6 @@ class Plan:
             net[self.side.group] = self.side.without(leaving)
         return net
 
-    def count_step(self) -> None:
-        """Let this plan, once it is applied, count a decode step of each of its requests."""
-        self.decoding = self.rows
-
     def __repr__(self) -> str:
         return (
             f"Plan({self.rows.size} requests, {self.num_new_pages} new pages, "

@@ -8,9 +8,10 @@ from sgalloc.allocator import KVAllocator
 from sgalloc.device.lengths import LengthArrays, open_lengths
 from sgalloc.errors import AllocError
 from sgalloc.inputs import Int64, counts, shown, whole_number
+from sgalloc.ledger import Batch
 from sgalloc.plan import Plan
 from sgalloc.sizing import SpecConfig
-from sgalloc.speculative.step import applied, longest, planned, tokens_between
+from sgalloc.speculative.step import asked, longest, prepared, tokens_between
 
 _ALGORITHMS = ("dflash",)
 
@@ -136,13 +137,14 @@ def prepare_for_decode(
         WrongState: lengths while a stream is captured.
         RowTooNarrow, OutOfPages: it does not fit; nothing was evicted and no step counted.
     """
-    plan = planned(alloc, batch, spec, _ALGORITHMS, reserve)
-    widest, uniform = _summary(top_k, plan.rows.size)
+    tokens = asked(alloc, spec, _ALGORITHMS, reserve)
+    n = len(batch) if isinstance(batch, Batch) else alloc.rows(batch).size
+    widest, uniform = _summary(top_k, n)
     if lengths is not None:
         if not isinstance(lengths, Lengths):
             raise TypeError(f"lengths must be Lengths, got {shown(lengths)}: make dflash.Lengths")
-        lengths._take(alloc, plan.rows.size)
-    applied(alloc, batch, plan, out, after)
+        lengths._take(alloc, n)
+    plan = prepared(alloc, batch, tokens, out, after)
     ready = plan.ready if lengths is None else lengths._write(plan, after)
     return DflashStep(
         plan.cur,

@@ -8,7 +8,7 @@ from sgalloc.allocator import KVAllocator
 from sgalloc.inputs import Int64
 from sgalloc.plan import Plan
 from sgalloc.sizing import SpecConfig
-from sgalloc.speculative.step import applied, longest, planned, tokens_between
+from sgalloc.speculative.step import asked, longest, prepared, tokens_between
 
 _ALGORITHMS = ("eagle", "uno", "ngram")
 
@@ -64,6 +64,6 @@ def prepare_for_decode(
         ValueError: an algorithm of another module.
         RowTooNarrow, OutOfPages: it does not fit; nothing was evicted and no step counted.
     """
-    plan = planned(alloc, batch, spec, _ALGORITHMS, reserve)
-    applied(alloc, batch, plan, out, after)
+    tokens = asked(alloc, spec, _ALGORITHMS, reserve)
+    plan = prepared(alloc, batch, tokens, out, after)
     return EagleStep(plan.cur, plan.nxt, tokens_between(plan), longest(plan), plan.ready, plan)

@@ -5,31 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from sgalloc.allocator import KVAllocator
 from sgalloc.inputs import shown
-from sgalloc.ledger import Batch
 from sgalloc.plan import Plan
 from sgalloc.sizing import SpecConfig, alloc_reserve_per_decode
 
+_NEVER = 1 << 62
 
-def planned(
-    alloc: KVAllocator, batch: Any, spec: SpecConfig, algorithms: Sequence[str], reserve: Any
-) -> Plan:
-    """The plan of a step, which counts a decode step of each request once it is applied.
+
+def asked(alloc: KVAllocator, spec: SpecConfig, algorithms: Sequence[str], reserve: Any) -> Any:
+    """The reserve of a step: ``reserve``, or what ``spec`` asks for if None.
 
     Args:
         alloc: the allocator.
-        batch: a batch, handles or a handle.
         spec: what the decoder writes in one step.
         algorithms: those that the calling module serves.
-        reserve: tokens past C, an int or one per request; None for what ``spec`` asks for.
+        reserve: tokens past C, an int or one per request, or None.
 
     Raises:
         TypeError: no allocator, or no SpecConfig.
         ValueError: an algorithm of another module.
-        RowTooNarrow: a row cannot hold what it would have to.
     """
     if not isinstance(alloc, KVAllocator):
         raise TypeError(f"alloc must be a KVAllocator, got {shown(alloc)}: pass the allocator")
@@ -40,38 +35,30 @@ def planned(
             f"algorithm {spec.algorithm!r} is not served here, but {', '.join(algorithms)}: "
             f"{_HOME.get(spec.algorithm, 'use alloc.decode, which speculates nothing')}"
         )
-    if reserve is None:
-        reserve = alloc_reserve_per_decode(spec, alloc.page_size)
-    plan = _plan(alloc, batch, reserve)
-    plan.count_step()
-    return plan
+    return alloc_reserve_per_decode(spec, alloc.page_size) if reserve is None else reserve
 
 
-def applied(alloc: KVAllocator, batch: Any, plan: Plan, out: Any, after: Any) -> None:
-    """Apply a plan of `planned`, and let ``batch`` keep the columns it has just seen.
+def prepared(alloc: KVAllocator, batch: Any, reserve: Any, out: Any, after: Any) -> Plan:
+    """The applied plan of a decode step: one plan, which also lets go what left the window.
 
     Raises:
-        OutOfPages: it does not fit; nothing was evicted and no step counted.
+        RowTooNarrow, OutOfPages: it does not fit; nothing was evicted and no step counted.
     """
-    alloc.apply(plan, out, after)
-    if type(batch) is Batch:
-        batch.moved(plan.start, plan.nxt)
+    return alloc._reserve(
+        batch, reserve, out, after, _NEVER, evict=alloc.has_window, counts_step=True
+    )
 
 
 def tokens_between(plan: Plan) -> int:
     """``sum(nxt - cur)``, tokens."""
-    return int(np.add.reduce(plan.nxt - plan.cur)) if plan.nxt is not plan.cur else 0
+    # Both are whole pages.
+    return plan.growth.total * plan.ledger.page_size if plan.growth is not None else 0
 
 
 def longest(plan: Plan) -> int:
     """The most tokens that a request may have once the step ran, ``max(C + reserve)``."""
     stop = plan.stop
     return int(stop[stop.argmax()]) if stop.size else 0
-
-
-def _plan(alloc: KVAllocator, batch: Any, reserve: Any) -> Plan:
-    """The one place where a step is planned."""
-    return alloc.plan(reserve=(batch, reserve), evict_window=alloc.has_window)
 
 
 _HOME = {
