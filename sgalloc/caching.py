@@ -343,24 +343,21 @@ class PrefixCache:
                 if common > known.size:
                     known, beside = pages[:common], sides[:common]
             own = ledger.pages[one.row, : one.pages]
-            held = given = NO_PAGES
-            if side is not None:
-                held = side.own_sides(one.row, one.pages)
-                if taken:
-                    over = [taken.get(page, 0) for page in known.tolist()]
-                    beside = np.where(beside == 0, np.array(over, np.int32), beside)
-                given = np.where(beside == 0, held[: known.size], 0).astype(np.int32)
-                given[:shared] = 0
-                some = given != 0
-                taken.update(zip(known[some].tolist(), given[some].tolist(), strict=True))
-                beside = np.where(some, given, beside)
-            alike.append(
-                (
-                    one.tokens,
-                    np.concatenate((known, own[known.size :])),
-                    np.concatenate((beside, held[known.size :])),
-                )
-            )
+            entering = np.concatenate((known, own[known.size :]))
+            if side is None:
+                alike.append((one.tokens, entering, NO_PAGES))
+                twins.append(Twins(shared, known[shared:], NO_PAGES, NO_PAGES))
+                continue
+            held = side.own_sides(one.row, one.pages)
+            if taken:
+                over = [taken.get(page, 0) for page in known.tolist()]
+                beside = np.where(beside == 0, np.array(over, np.int32), beside)
+            given = np.where(beside == 0, held[: known.size], 0).astype(np.int32)
+            given[:shared] = 0
+            some = given != 0
+            taken.update(zip(known[some].tolist(), given[some].tolist(), strict=True))
+            beside = np.where(some, given, beside)
+            alike.append((one.tokens, entering, np.concatenate((beside, held[known.size :]))))
             shows = np.where(held[: known.size] != 0, beside, 0).astype(np.int32)
             twins.append(Twins(shared, known[shared:], shows[shared:], given[shared:]))
         return twins
