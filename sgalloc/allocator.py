@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from sgalloc.groups import Side
 from sgalloc.groups.sparse import DevicePages, Sparse
 from sgalloc.groups.window import SlidingWindow, Window
 from sgalloc.holdings import counted
-from sgalloc.inputs import Int64, counts, whole_number
+from sgalloc.inputs import Int64, counts, shown, whole_number
 from sgalloc.ledger import NO_ROWS, Batch, Ledger
 from sgalloc.pages import PagePool
 from sgalloc.plan import Covering, Plan, mixed_plan
@@ -106,11 +106,11 @@ class KVAllocator(Receiving):
                 "lower one of them"
             )
         if not isinstance(prefix_cache, bool):
-            raise TypeError(f"prefix_cache must be True or False, got {prefix_cache!r}")
+            raise TypeError(f"prefix_cache must be True or False, got {shown(prefix_cache)}")
         if not isinstance(page_table, bool):
-            raise TypeError(f"page_table must be True or False, got {page_table!r}")
+            raise TypeError(f"page_table must be True or False, got {shown(page_table)}")
         if window is not None and not isinstance(window, SlidingWindow):
-            raise TypeError(f"window must be a SlidingWindow or None, got {window!r}")
+            raise TypeError(f"window must be a SlidingWindow or None, got {shown(window)}")
         logical = 0
         if sparse is not None:
             logical = _logical_pages(sparse, self.num_pages, self.page_size)
@@ -183,14 +183,17 @@ class KVAllocator(Receiving):
             OutOfRows: fewer rows are free.
             RowTooNarrow: a match is longer than a row.
         """
-        if isinstance(matches, Match):
-            matches = [matches]
-        if not isinstance(matches, Iterable):
-            raise TypeError(f"open_with_prefix takes matches of prefix.match, got {matches!r}")
-        wanted = list(matches)
+        wanted: list[Any]
+        try:
+            wanted = [matches] if isinstance(matches, Match) else list(matches)
+        except TypeError:
+            # Whatever is no sequence; some that have iter() refuse it only when asked.
+            wanted = [matches]
         for match in wanted:
             if not isinstance(match, Match):
-                raise TypeError(f"open_with_prefix takes matches of prefix.match, got {match!r}")
+                raise TypeError(
+                    f"open_with_prefix takes matches of prefix.match, got {shown(match)}"
+                )
         prefix = self.prefix
         self._core.settle()
         return prefix.open_with(wanted) if wanted else NO_ROWS.copy()
@@ -316,7 +319,7 @@ class KVAllocator(Receiving):
                 parts.append(None)
                 continue
             if not isinstance(part, tuple | list) or len(part) != 2:
-                raise TypeError(f"{name} must be a pair of requests and numbers, got {part!r}")
+                raise TypeError(f"{name} must be a pair of requests and numbers, got {shown(part)}")
             x, amount = part
             rows, start, cur = self._ledger.holding(x)
             if name == "extend":
@@ -468,7 +471,7 @@ class KVAllocator(Receiving):
     def _logical_only(self, wanted: Any) -> bool:
         """``wanted``, if this allocator can do so."""
         if not isinstance(wanted, bool):
-            raise TypeError(f"logical_only must be True or False, got {wanted!r}")
+            raise TypeError(f"logical_only must be True or False, got {shown(wanted)}")
         if wanted and not isinstance(self._core.side, DevicePages):
             raise ValueError("logical_only= is for a device group: make the allocator with sparse=")
         return wanted
@@ -512,7 +515,7 @@ def _check_slots(num_pages: int, page_size: int, name: str) -> None:
 def _logical_pages(sparse: Any, num_pages: int, page_size: int) -> int:
     """Pages of the logical group, if their slots can be addressed."""
     if not isinstance(sparse, Sparse):
-        raise TypeError(f"sparse must be a Sparse or None, got {sparse!r}")
+        raise TypeError(f"sparse must be a Sparse or None, got {shown(sparse)}")
     logical = sparse.logical_pages(num_pages)
     _check_slots(logical, page_size, "sparse.ratio * num_pages")
     return logical

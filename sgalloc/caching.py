@@ -11,7 +11,7 @@ from sgalloc.device.unwritten import refuse_unwritten
 from sgalloc.errors import AllocError, InsideSharedPage, RowTooNarrow, StalePlan
 from sgalloc.groups import NO_PAGES
 from sgalloc.groups.window import Window
-from sgalloc.inputs import Int64, int64_array, token_sequences
+from sgalloc.inputs import Int64, int64_array, shown, token_sequences
 from sgalloc.ledger import NO_ROWS, Ledger, concatenate, names_one
 from sgalloc.pages import CACHED, Int32, PagePool
 from sgalloc.plan import Segments, SideWrite
@@ -444,4 +444,4 @@ def checked_namespace(namespace: Any) -> Any:
     odd = isinstance(namespace, (bool, np.bool_, np.timedelta64))
     if isinstance(namespace, (int, np.integer)) and not odd:
         return int(namespace)
-    raise TypeError(f"namespace must be None, an int, a str or bytes, got {namespace!r}")
+    raise TypeError(f"namespace must be None, an int, a str or bytes, got {shown(namespace)}")

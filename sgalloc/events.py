@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgalloc.inputs import shown
+
 
 def is_done(event: Any) -> bool:
     """Whether ``event`` is done, by its ``query()`` or its ``done``.
@@ -34,6 +36,6 @@ def pollable(event: Any) -> Any:
 
 def _not_pollable(event: Any) -> TypeError:
     return TypeError(
-        f"after= needs an event with query() or done, got {event!r}: "
+        f"after= needs an event with query() or done, got {shown(event)}: "
         "pass the event that follows the last reader"
     )

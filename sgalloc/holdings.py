@@ -18,7 +18,7 @@ from sgalloc.errors import AllocError, StalePlan
 from sgalloc.exports import PageTables
 from sgalloc.groups.sparse import DevicePages
 from sgalloc.groups.window import Window
-from sgalloc.inputs import Int64, counts, int64_array, whole_number
+from sgalloc.inputs import Int64, counts, int64_array, shown, whole_number
 from sgalloc.ledger import Batch, Ledger
 from sgalloc.pages import LOCKED, Int32, PagePool
 from sgalloc.plan import Gather, Plan
@@ -433,7 +433,7 @@ class Holdings:
 
     def _check_plan(self, plan: Any) -> None:
         if not isinstance(plan, Plan):
-            raise TypeError(f"apply takes a plan of plan(), got {plan!r}")
+            raise TypeError(f"apply takes a plan of plan(), got {shown(plan)}")
         if plan.ledger is not self._ledger:
             raise ValueError("this plan belongs to another allocator: plan with this one")
         if plan.version != self._ledger.version:

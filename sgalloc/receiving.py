@@ -148,10 +148,12 @@ def _matches(prefix: Any, n: int) -> list[Match | None]:
     if prefix is None or isinstance(prefix, Match):
         return [prefix] * n
     if not isinstance(prefix, Sequence) or isinstance(prefix, (str, bytes)):
-        raise TypeError(f"prefix takes a match of prefix.match, or one per request, got {prefix!r}")
+        raise TypeError(
+            f"prefix takes a match of prefix.match, or one per request, got {shown(prefix)}"
+        )
     for match in prefix:
         if match is not None and not isinstance(match, Match):
-            raise TypeError(f"prefix takes matches of prefix.match, or None, got {match!r}")
+            raise TypeError(f"prefix takes matches of prefix.match, or None, got {shown(match)}")
     if len(prefix) != n:
         raise ValueError(
             f"prefix has {len(prefix)} matches for {n} requests: pass one for all, or {n}"
@@ -161,7 +163,8 @@ def _matches(prefix: Any, n: int) -> list[Match | None]:
 
 def _deadlines(deadline: Any, n: int) -> list[int | float | None]:
     if isinstance(deadline, np.ndarray):
-        deadline = deadline.tolist()
+        # Not tolist(), which makes plain ints of spans of time.
+        deadline = list(deadline) if deadline.ndim else deadline[()]
     if not isinstance(deadline, (list, tuple)):
         return [None if deadline is None else _instant(deadline, "deadline")] * n
     if len(deadline) != n:

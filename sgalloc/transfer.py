@@ -163,7 +163,7 @@ def release(
         return
     receiving = ledger.receiving.take(rows)
     aborted = rows[receiving].tolist()
-    keep = [one for one in prepared if one.row not in set(aborted)]
+    keep = [one for one in prepared if not ledger.receiving[one.row]]
     event = core.quarantine.pending(after)
     returning.release(core, rows[~receiving], keep, event)
     _abort(core, [core.pins.by_handle[int(ledger.handle[row])] for row in aborted], force, event)

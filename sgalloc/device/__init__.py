@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from sgalloc.device.cpu import CpuDevice
 from sgalloc.device.exported import Exported, SideTables
-from sgalloc.inputs import Int64
+from sgalloc.inputs import Int64, shown
 from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Segments, SideWrite
 
@@ -162,7 +162,7 @@ def open_device(
         ValueError: no such device here; the message says what is missing.
     """
     if not isinstance(name, str):
-        raise TypeError(f"device must be a string such as 'cpu' or 'cuda:0', got {name!r}")
+        raise TypeError(f"device must be a string such as 'cpu' or 'cuda:0', got {shown(name)}")
     kind, colon, number = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (colon and (kind != "cuda" or not number.isdigit())):
         raise ValueError(f"device {name!r} is unknown: use 'cpu', 'cuda', 'cuda:N' or 'auto'")

@@ -11,7 +11,7 @@ from sgalloc.device.exported import Exported, SideTables
 from sgalloc.device.ready import DONE, Done
 from sgalloc.errors import WrongState
 from sgalloc.events import is_done
-from sgalloc.inputs import Int64
+from sgalloc.inputs import Int64, shown
 from sgalloc.ledger import NO_ROWS, spread, touch
 from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Segments, SideWrite
@@ -102,8 +102,8 @@ class CpuDevice:
         """
         if after is not None and not is_done(after):
             raise WrongState(
-                f"after={after!r} is not done, and the CPU has no stream that could wait for it: "
-                "call again when it is"
+                f"after={shown(after)} is not done, and the CPU has no stream that could wait for "
+                "it: call again when it is"
             )
         if pages is not None and ids is not None:
             slots = self._slots(ids)

@@ -8,6 +8,8 @@ from typing import Any
 from cupy.cuda import runtime
 from cupy.cuda import stream as cupy_stream
 
+from sgalloc.inputs import shown
+
 _NOT_READY = 600  # cudaErrorNotReady
 _NON_BLOCKING = 1
 _NO_TIMING = 2
@@ -47,7 +49,7 @@ def stream_pointer(stream: Any) -> int:
         if isinstance(pointer, int):
             return pointer
     raise TypeError(
-        f"{stream!r} is no stream: pass a CuPy or torch stream, an object with "
+        f"{shown(stream)} is no stream: pass a CuPy or torch stream, an object with "
         "__cuda_stream__, or a raw handle"
     )
 
@@ -69,7 +71,7 @@ def event_pointer(event: Any) -> int:
             pointer = getattr(event, "cuda_event", None)
     if not isinstance(pointer, int) or pointer <= 0:
         raise TypeError(
-            f"after={event!r} is no recorded CUDA event: pass one with .ptr or .cuda_event, "
+            f"after={shown(event)} is no recorded CUDA event: pass one with .ptr or .cuda_event, "
             "or its raw handle"
         )
     return pointer

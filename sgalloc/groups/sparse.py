@@ -37,7 +37,7 @@ class Sparse:
 
     def __post_init__(self) -> None:
         ratio: Any = self.ratio
-        if isinstance(ratio, np.generic):
+        if isinstance(ratio, np.generic) and not isinstance(ratio, np.timedelta64):
             ratio = ratio.item()
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float, Fraction)):
             raise TypeError(f"sparse.ratio must be a number, got {shown(ratio)}: pass 2, or 1.5")

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sgalloc.errors import WrongState
 from sgalloc.groups import NO_PAGES, Cut
-from sgalloc.inputs import Int64, whole_number
+from sgalloc.inputs import Int64, shown, whole_number
 from sgalloc.ledger import NO_ROWS, Ledger, spread
 from sgalloc.pages import Int32, PagePool
 from sgalloc.plan import Plan, Segments, SideWrite
@@ -39,7 +39,7 @@ class SlidingWindow:
             number = whole_number(getattr(self, name), f"window.{name}", 1, _MOST)
             object.__setattr__(self, name, number)
         if not isinstance(self.slot_map, bool):
-            raise TypeError(f"window.slot_map must be True or False, got {self.slot_map!r}")
+            raise TypeError(f"window.slot_map must be True or False, got {shown(self.slot_map)}")
 
 
 class WindowPart:
@@ -429,11 +429,22 @@ class Window:
         return sides
 
     def share(self, row: int, at: int, sides: Int32) -> None:
-        """From page ``at`` on the row goes on with ``sides``, where it holds window pages."""
+        """From page ``at`` on the row goes on with ``sides``, where it holds window pages.
+
+        The ledger knows already how many pages the row shares: the frontier of one that holds no
+        window page there goes up to their end.
+        """
         first, stop = int(self.first[row]), int(self.stop[row])
         low, high = max(first, at), min(stop, at + sides.size)
         if high > low:
             self.pages[row, low:high] = sides[low - at : high - at]
+        shared = int(self._ledger.shared[row])
+        if stop < shared:
+            # A page that a trim cut, and that is shared now, is not taken afresh: no write of
+            # this row's goes there any more.
+            self._move(np.array([row]), np.array([shared]))
+            self.stop[row] = shared
+            self.cut_rows.discard(row)
 
     def usable(self, sides: Int32) -> int:
         """How many leading pages a request may share: its last window has to be live, pages.

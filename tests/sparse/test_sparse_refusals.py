@@ -48,6 +48,8 @@ class TestSettings:
             {"ratio": "2"},
             {"ratio": None},
             {"ratio": OnDevice()},
+            {"ratio": np.timedelta64(2)},
+            {"ratio": np.timedelta64(2, "s")},
             {"device_buffer": 1.5},
             {"device_buffer": True},
             {"draft_scratch": None},

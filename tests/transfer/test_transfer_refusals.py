@@ -116,6 +116,32 @@ def test_bad_points_in_time(kind: str) -> None:
     assert_refused(lambda w: w.alloc.preallocate([5, 6], deadline=[1, value]), error, "deadline[1]")
 
 
+@pytest.mark.parametrize(
+    "deadlines",
+    [
+        np.array([1, 5], "m8[s]"),
+        np.array([1, 5], "m8"),
+        np.array([1, 5], "M8[ns]"),
+        np.array(5, "m8[s]"),
+        np.array([True, False]),
+        np.array([[1, 5], [2, 6]]),
+        np.array(["1", "5"]),
+    ],
+    ids=lambda deadlines: f"{deadlines.dtype}{list(deadlines.shape)}",
+)
+def test_arrays_of_what_is_no_point_in_time(deadlines: np.ndarray) -> None:
+    assert_refused(lambda w: w.alloc.preallocate([5, 6], deadline=deadlines), TypeError, "deadline")
+
+
+@pytest.mark.parametrize("kind", ["i1", "u8", "f4", "f8", "O"])
+def test_deadlines_may_be_an_array(kind: str) -> None:
+    w = world()
+    handles = w.alloc.preallocate([1, 1], deadline=np.array([3, 7], kind)).tolist()
+    assert [w.alloc.receiving(h).deadline for h in handles] == [3, 7]
+    (one,) = w.alloc.preallocate(1, deadline=np.array(3, kind))
+    assert w.alloc.receiving(one).deadline == 3
+
+
 def test_a_call_to_reclaim_needs_the_time() -> None:
     assert_refused(lambda w: w.alloc.reclaim(None), TypeError, "None")
     assert_refused(lambda w: w.alloc.reclaim([50]), TypeError, "[50]")
