@@ -299,6 +299,36 @@ NOTHING_TO_WRITE: dict[str, Callable[[World, Any], Any]] = {
 }
 
 
+FLAGS: dict[str, Callable[[World, Any], Any]] = {
+    "evict_window": lambda w, flag: w.alloc.plan(reserve=(w.h, 1), evict_window=flag),
+    "logical_only": lambda w, flag: w.alloc.plan(reserve=(w.h, 1), logical_only=flag),
+    "counting_cache": lambda w, flag: w.alloc.fits([1], counting_cache=flag),
+    "counting_cache ": lambda w, flag: w.alloc.available(counting_cache=flag),
+    "device": lambda w, flag: w.alloc.check(device=flag),
+    "force": lambda w, flag: w.alloc.abort(w.h, force=flag),
+}
+NO_FLAGS = {"str": "no", "int": 1, "zero": 0, "None": None, "handles": [1, 2], "array": np.ones(2)}
+
+
+@pytest.mark.parametrize("verb", FLAGS)
+@pytest.mark.parametrize("kind", NO_FLAGS)
+def test_bad_flag(verb: str, kind: str) -> None:
+    assert_refused(
+        lambda w: FLAGS[verb](w, NO_FLAGS[kind]), TypeError, f"{verb.strip()} must be True or False"
+    )
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_flag_may_be_one_of_numpy(flag: bool) -> None:
+    w = world()
+    wanted = np.bool_(flag)
+    assert w.alloc.available(counting_cache=wanted) == (31 if flag else 25)
+    # 28 pages: more than the 25 that are free, not more than the 31 with those of the cache.
+    assert w.alloc.fits([40, 40, 32], counting_cache=wanted) is flag
+    w.alloc.check(device=wanted)
+    assert w.alloc.plan(reserve=(w.h, 1), evict_window=np.False_).fits
+
+
 @pytest.mark.parametrize("verb", NOTHING_TO_WRITE)
 def test_a_step_that_writes_nothing_waits_for_no_event(verb: str) -> None:
     call = NOTHING_TO_WRITE[verb]
