@@ -17,7 +17,7 @@ from sgalloc.groups import Side
 from sgalloc.groups.sparse import DevicePages, Sparse
 from sgalloc.groups.window import SlidingWindow, Window
 from sgalloc.holdings import counted
-from sgalloc.inputs import Int64, counts, shown, whole_number
+from sgalloc.inputs import Int64, counts, flag, shown, whole_number
 from sgalloc.ledger import NO_ROWS, Batch, Ledger
 from sgalloc.pages import PagePool
 from sgalloc.plan import Covering, Plan, mixed_plan
@@ -313,6 +313,7 @@ class KVAllocator(Receiving):
         Raises:
             RowTooNarrow: a row cannot hold what it would have to.
         """
+        evict = flag(evict_window, "evict_window")
         parts: list[Covering | None] = []
         for name, part in (("extend", extend), ("decode", decode), ("reserve", reserve)):
             if part is None:
@@ -328,12 +329,12 @@ class KVAllocator(Receiving):
                 stop = start + _operand(amount, rows.size, name)
             parts.append(Covering(rows, start, cur, stop))
         plan = mixed_plan(self._make_plan, self._ledger, *parts)
-        if evict_window:
+        if evict:
             self._window()
         only = logical_only is not False and self._logical_only(logical_only)
         if self._core.side is not None:
             only = only and parts[0] is not None and parts[0][0].size > 0
-            self._beside(plan, evict=bool(evict_window), main_only=only)
+            self._beside(plan, evict=evict, main_only=only)
         plan.fits = self._core.has_room(plan)
         return plan
 

@@ -18,7 +18,7 @@ from sgalloc.errors import AllocError, StalePlan
 from sgalloc.exports import PageTables
 from sgalloc.groups.sparse import DevicePages
 from sgalloc.groups.window import Window
-from sgalloc.inputs import Int64, counts, int64_array, shown, whole_number
+from sgalloc.inputs import Int64, counts, flag, int64_array, shown, whole_number
 from sgalloc.ledger import Batch, Ledger
 from sgalloc.pages import LOCKED, Int32, PagePool
 from sgalloc.plan import Gather, Plan
@@ -256,7 +256,7 @@ class Holdings:
             group: name of the group.
             counting_cache: count the pages of the prefix cache that could be evicted, too.
         """
-        core = self._core
+        core, counting_cache = self._core, flag(counting_cache, "counting_cache")
         if group == core.pool.group:
             return core.pool.free + (core.evictable if counting_cache else 0)
         side = core.side
@@ -282,6 +282,7 @@ class Holdings:
         Raises:
             StalePlan: the ledger changed since the plan was made.
         """
+        counting_cache = flag(counting_cache, "counting_cache")
         leaving = self._ledger.rows_of(after_releasing)
         if self._ledger.receiving_rows:
             # What is still being received gives nothing back before its writers are done.
@@ -389,7 +390,7 @@ class Holdings:
         Raises:
             LawViolation: naming the page and both owners, or the entry.
         """
-        core = self._core
+        core, device = self._core, flag(device, "device")
         laws.check_rows(core.ledger)
         if core.tree is not None and core.prefix is not None:
             laws.check_locks(core.tree, core.prefix.holds, core.quarantine, core.pins)

@@ -53,6 +53,13 @@ def whole_number(
     raise _out_of_range(number, name, minimum, maximum, meaning)
 
 
+def flag(value: Any, name: str) -> bool:
+    """``value``, a bool or NumPy's, as a bool; what is merely true or false is a TypeError."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {shown(value)}: pass one of them")
+
+
 def int64_array(value: Any, name: str) -> Int64:
     """``value`` as an int64 array ``(n,)``; one integer as ``(1,)``."""
     if type(value) is np.ndarray and value.dtype == np.int64 and value.ndim == 1:

@@ -128,7 +128,8 @@ class Ledger:
             bad = int(named[stale[0]])
             raise StaleHandle(
                 f"handle {bad} names no open request (row {bad & _ROW_MASK}, generation "
-                f"{bad >> _ROW_BITS}): it was released, or never came from this allocator"
+                f"{bad >> _ROW_BITS}), it was released or never came from this allocator: "
+                "drop it, and open a request anew"
             )
         twice = self.repeated(rows)
         if twice is not None:
@@ -308,6 +309,7 @@ class Ledger:
     def step(self, rows: Int64) -> None:
         """Count one decode step for each of ``rows``."""
         self.decode_steps[rows] = self.decode_steps.take(rows) + 1
+        self.version += rows.size > 0
 
     def cut(self, rows: Int64, committed: Int64, pages: Int64) -> None:
         """C = ``committed`` and A = ``pages`` pages, both at most what they were."""

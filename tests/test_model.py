@@ -81,7 +81,7 @@ def illegal_calls(pair: Pair, choose: Chooser) -> list[tuple[str, Callable[[], A
         calls += [
             (f"{verb} too far", lambda grow=grow: grow([handle], pair.config.row_width + 1)),
             (f"{verb} wrong out", lambda grow=grow: grow(handle, committed, out=wrong)),
-            (f"{verb} after", lambda grow=grow: grow(handle, committed, after=waits)),
+            (f"{verb} after", lambda grow=grow: grow(handle, extent + 1, after=waits)),
             (f"plan {verb} {number!r}", lambda verb=verb: real.plan(**{verb: ([handle], number)})),
         ]
     calls += [

@@ -11,6 +11,8 @@ from host_support import DoneValue, OnDevice, Query, prompt
 from refusal_world import PS, World, assert_refused, world
 
 import sgalloc
+from sgalloc import sizing
+from sgalloc.speculative import dflash, eagle
 
 BEYOND = 1 << 63
 SAYS_WHAT_TO_PASS = r"[:,] pass \w"
@@ -250,7 +252,11 @@ IMPOSSIBLE: dict[str, tuple[Callable[[World], Any], type[Exception], str]] = {
         lambda w: w.alloc.extend(w.h, 12, after=12345), TypeError, "12345"
     ),
     "write after an undone event": (
-        lambda w: w.alloc.decode(w.h, after=Query()), sgalloc.WrongState, "after"
+        lambda w: w.alloc.decode(w.h, 8, after=Query()), sgalloc.WrongState, "after"
+    ),
+    "slots after an undone event": (
+        lambda w: w.alloc.decode(w.h, out=np.zeros(2, np.int32), after=Query()),
+        sgalloc.WrongState, "after"
     ),
     "release after a number": (lambda w: w.alloc.release(w.h, after=5), TypeError, "5"),
     "release after a bool": (lambda w: w.alloc.release(w.h, after=True), TypeError, "True"),
@@ -272,3 +278,77 @@ def test_a_write_after_an_event_that_is_done_waits_for_nothing() -> None:
     for event in (Query(over=True), DoneValue(over=True)):
         w.alloc.decode(w.h, after=event)
     assert w.alloc.decode_index(w.h).tolist() == [3, 3]
+
+
+# Steps for which every request holds enough pages already, or that name none.
+NOTHING_TO_WRITE: dict[str, Callable[[World, Any], Any]] = {
+    "extend": lambda w, event: w.alloc.extend(w.h, [16, 12], after=event),
+    "decode": lambda w, event: w.alloc.decode(w.h, 2, after=event),
+    "reserve": lambda w, event: w.alloc.reserve(w.h, [7, 2], after=event),
+    "apply": lambda w, event: w.alloc.apply(w.alloc.plan(reserve=(w.h, 1)), after=event),
+    "eagle": lambda w, event: eagle.prepare_for_decode(
+        w.alloc, w.h, sizing.SpecConfig("eagle", 1, 1, 1), after=event
+    ),
+    "dflash": lambda w, event: dflash.prepare_for_decode(
+        w.alloc, w.h, sizing.SpecConfig("dflash", draft_tokens=1), after=event
+    ),
+    "decode of none": lambda w, event: w.alloc.decode([], after=event),
+    "decode of none, with slots": lambda w, event: w.alloc.decode(
+        [], out=np.zeros(0, np.int32), after=event
+    ),
+}
+
+
+FLAGS: dict[str, Callable[[World, Any], Any]] = {
+    "evict_window": lambda w, flag: w.alloc.plan(reserve=(w.h, 1), evict_window=flag),
+    "logical_only": lambda w, flag: w.alloc.plan(reserve=(w.h, 1), logical_only=flag),
+    "counting_cache": lambda w, flag: w.alloc.fits([1], counting_cache=flag),
+    "counting_cache ": lambda w, flag: w.alloc.available(counting_cache=flag),
+    "device": lambda w, flag: w.alloc.check(device=flag),
+    "force": lambda w, flag: w.alloc.abort(w.h, force=flag),
+}
+NO_FLAGS = {"str": "no", "int": 1, "zero": 0, "None": None, "handles": [1, 2], "array": np.ones(2)}
+
+
+@pytest.mark.parametrize("verb", FLAGS)
+@pytest.mark.parametrize("kind", NO_FLAGS)
+def test_bad_flag(verb: str, kind: str) -> None:
+    assert_refused(
+        lambda w: FLAGS[verb](w, NO_FLAGS[kind]), TypeError, f"{verb.strip()} must be True or False"
+    )
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_flag_may_be_one_of_numpy(flag: bool) -> None:
+    w = world()
+    wanted = np.bool_(flag)
+    assert w.alloc.available(counting_cache=wanted) == (31 if flag else 25)
+    # 28 pages: more than the 25 that are free, not more than the 31 with those of the cache.
+    assert w.alloc.fits([40, 40, 32], counting_cache=wanted) is flag
+    w.alloc.check(device=wanted)
+    assert w.alloc.plan(reserve=(w.h, 1), evict_window=np.False_).fits
+
+
+@pytest.mark.parametrize("verb", NOTHING_TO_WRITE)
+def test_a_step_that_writes_nothing_waits_for_no_event(verb: str) -> None:
+    call = NOTHING_TO_WRITE[verb]
+    w, twin = world(), world()
+    table = w.alloc.req_to_token.tobytes()
+    call(w, Query())
+    call(twin, None)
+    assert w.alloc.req_to_token.tobytes() == table
+    for ask in (w.alloc.committed, w.alloc.allocated, w.alloc.decode_index):
+        assert ask(w.h).tolist() == getattr(twin.alloc, ask.__name__)(twin.h).tolist()
+    w.alloc.check(device=True)
+
+
+@pytest.mark.parametrize("verb", NOTHING_TO_WRITE)
+def test_such_a_step_still_refuses_what_is_no_event(verb: str) -> None:
+    assert_refused(lambda w: NOTHING_TO_WRITE[verb](w, object()), TypeError, "after=")
+
+
+@pytest.mark.parametrize("verb", HANDLE_VERBS)
+def test_a_stale_handle_says_what_to_do(verb: str) -> None:
+    assert_refused(
+        lambda w: HANDLE_VERBS[verb](w, w.gone), sgalloc.StaleHandle, "released", remedy=": drop it"
+    )

@@ -97,10 +97,14 @@ class CpuDevice:
         """Write the slots of ``ids`` where ``pages`` says, then gather; done on return.
 
         Raises:
-            WrongState: ``after`` is not done, and a CPU has no stream that could wait.
+            WrongState: there is something to write, ``after`` is not done, and a CPU has no
+                stream that could wait.
             TypeError: ``after`` cannot be polled.
         """
-        if after is not None and not is_done(after):
+        if gather is not None and not gather.size:
+            gather = None
+        late = after is not None and not is_done(after)
+        if late and not (pages is None and side is None and gather is None):
             raise WrongState(
                 f"after={shown(after)} is not done, and the CPU has no stream that could wait for "
                 "it: call again when it is"

@@ -172,6 +172,26 @@ def test_a_batch_keeps_its_columns_and_stays_right(name: str) -> None:
 
 
 @each_module
+def test_a_counted_step_ages_the_plans_made_before_and_its_own(name: str) -> None:
+    """Also one for which nothing had to be taken: else applying it again would count it twice."""
+    prepare, spec = MODULES[name]
+    alloc, h = running()
+    prepare(alloc, h, spec)
+    earlier = alloc.plan(decode=(h, 1))
+    step = prepare(alloc, h, spec)
+    assert step.needed == 0
+    for plan in (earlier, step.plan):
+        with unchanged(alloc), pytest.raises(sgalloc.StalePlan, match="plan again"):
+            alloc.apply(plan)
+        with unchanged(alloc), pytest.raises(sgalloc.StalePlan, match="plan again"):
+            alloc.fits(plan)
+    assert alloc.decode_index(h).tolist() == [2, 2, 2]
+    kept = alloc.plan(decode=(h, 1))
+    prepare(alloc, [], spec)  # a step of none changes nothing
+    alloc.apply(kept)
+
+
+@each_module
 def test_the_two_forms_of_naming_requests_agree(name: str) -> None:
     prepare, spec = MODULES[name]
     (one, h1), (two, h2) = running(), running()
