@@ -225,7 +225,9 @@ class KVAllocator(Receiving):
             The applied plan.
 
         Raises:
-            ValueError: a length below C (that is `trim`).
+            ValueError: a length below C (that is `trim`), or a tail that is longer than what is
+                new or does not begin on a page edge.
+            WrongState: a tail for a row that holds window pages.
             OutOfPages, RowTooNarrow: it does not fit.
         """
         try:

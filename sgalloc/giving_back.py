@@ -20,6 +20,9 @@ class GivingBack(Holdings):
     def trim(self, x: Any, lengths: Any, after: Any = None) -> None:
         """Park, or resume at a shorter prefix: C = min(C, lengths), pages past it go back.
 
+        Below the window's frontier it lowers that to the page floor of the new C; the page that
+        it cuts is taken afresh by the next growth.
+
         Args:
             x: a batch, handles or a handle.
             lengths: tokens to keep, an int or one per request.
@@ -38,7 +41,8 @@ class GivingBack(Holdings):
         """Give back the window pages that attention no longer reads.
 
         The frontier goes to the page floor of C - window; with a prefix cache to that of C - a
-        whole-paged window, so that whoever shares the prefix still has one. It never falls here.
+        whole-paged window, so that whoever shares the prefix still has one. It never falls here,
+        and without ``upto`` it moves no sooner than the window's ``evict_every`` says.
 
         Args:
             x: a batch, handles or a handle.
