@@ -156,19 +156,26 @@ class KVAllocator(Receiving):
 
     @classmethod
     def restore(
-        cls, data: Any, device: str = "auto", stream: Any = None, reader: Any = None
+        cls,
+        data: Any,
+        device: str = "auto",
+        stream: Any = None,
+        *,
+        reader: Any = None,
+        max_table_bytes: int | None = None,
     ) -> KVAllocator:
         """An allocator from the bytes of `snapshot`: handles stay valid, tables are written anew.
 
         Args:
             data: bytes; everything in them is checked before it is used.
             device, stream, reader: as of the constructor.
+            max_table_bytes: most bytes of tables that may be allocated, 16 GiB if None.
 
         Raises:
             SnapshotError: bytes that are no snapshot, or one cut, altered or made up.
         """
         where = {"device": device, "stream": stream, "reader": reader}
-        return restore(data, lambda config: cls(**config, **where))
+        return restore(data, max_table_bytes, lambda config: cls(**config, **where))
 
     # -- opening ---------------------------------------------------------------------------
 

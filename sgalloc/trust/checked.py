@@ -51,8 +51,17 @@ class Checked(NamedTuple):
     refusals: Mapping[str, int]
 
     @classmethod
-    def of(cls, header: dict[str, Any], sections: list[tuple[str, str, NDArray[Any]]]) -> Checked:
+    def of(
+        cls,
+        header: dict[str, Any],
+        sections: list[tuple[str, str, NDArray[Any]]],
+        max_table_bytes: int,
+    ) -> Checked:
         """Check all of it.
+
+        Args:
+            header, sections: of `unpack`.
+            max_table_bytes: most bytes of tables that its configuration may ask for.
 
         Raises:
             SnapshotError: what is wrong.
@@ -60,7 +69,7 @@ class Checked(NamedTuple):
         has_tree = "tree" in header
         names = ("release", "config", "high_water", "refusals") + ("tree",) * has_tree
         fields(header, "header", *names)
-        config = checked_config(header["config"])
+        config = checked_config(header["config"], max_table_bytes)
         if has_tree != config.prefix_cache:
             raise SnapshotError("it has a prefix cache, or says so, but not both")
         wanted = layout(has_tree, config.window is not None, config.sparse is not None)
@@ -186,6 +195,7 @@ def _values(s: Sections) -> list[Any]:
         except ValueError as error:
             raise SnapshotError(f"value {len(found)} cannot be read: {error}") from None
         at += size
+    require(len({(type(v), v) for v in found}) == len(found), "a value stands twice")
     return found
 
 
@@ -223,9 +233,16 @@ def _check_tree(config: Config, s: Sections, tree: Mapping[str, int]) -> None:
         within(s["tree.sides"], "tree.sides", 0, config.side_pages)
     sized(s, s["row.open"].size, "row.hold")
     within(s["row.hold"], "row.hold", -1, n - 1)
+    spaces: list[int] = []
+    for parent, space in zip(s["tree.parent"].tolist(), s["tree.namespace"].tolist(), strict=True):
+        spaces.append(space if parent < 0 else spaces[parent])
+    held = s["row.hold"] >= 0
+    require(
+        np.array(spaces, np.int32).take(s["row.hold"][held]) == s["row.namespace"][held],
+        "a row shares pages of another namespace than its own",
+    )
     sized(s, s["pin.handle"].size, "pin.hold")
     within(s["pin.hold"], "pin.hold", -1, n - 1)
-    require((s["pin.hold"] < 0) | (s["pin.aborted"] == 1), "a live request holds a path twice")
 
 
 def _check_pins(config: Config, s: Sections) -> None:
@@ -234,6 +251,8 @@ def _check_pins(config: Config, s: Sections) -> None:
     sized(s, n, *(f"pin.{name}" for name in names))
     handle, aborted = s["pin.handle"], s["pin.aborted"]
     within(aborted, "pin.aborted", 0, 1)
+    if config.prefix_cache:
+        require((s["pin.hold"] < 0) | (aborted == 1), "a live request holds a path twice")
     require(np.unique(handle).size == n, "two requests to be received have one handle")
     rows, generations = handle & 0xFFFFFFFF, handle >> 32
     within(rows, "the row of pin.handle", 1, config.max_requests)

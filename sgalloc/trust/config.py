@@ -12,8 +12,7 @@ from sgalloc.groups.sparse import DevicePages, Sparse
 from sgalloc.groups.window import SlidingWindow, Window
 
 _MOST = (1 << 31) - 1
-# Tables are reserved, and touched only where rows are open; larger ones nobody has.
-MOST_TABLE_BYTES = 1 << 37
+MAX_TABLE_BYTES = 1 << 34
 
 
 class Config(NamedTuple):
@@ -48,10 +47,12 @@ class Config(NamedTuple):
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of all tables by rows, on host and device, int32 each."""
+        """Bytes of all tables, page lists and maps, on host and device, int32 each."""
         lists = self.row_pages * (1 + self.page_table + (self.side_pages > 0))
         tables = self.row_width * (1 + (self.window is not None))
-        return 4 * (self.max_requests + 1) * (lists + tables)
+        mapped = self.sparse is not None or (self.window is not None and self.window.slot_map)
+        entries = (self.max_requests + 1) * (lists + tables)
+        return 4 * (entries + mapped * (self.main_pages + 1) * self.page_size)
 
 
 def to_plain(core: Core) -> dict[str, Any]:
@@ -90,8 +91,12 @@ def from_plain(config: Config) -> dict[str, Any]:
     return config._asdict()
 
 
-def checked_config(plain: Any) -> Config:
+def checked_config(plain: Any, max_table_bytes: int) -> Config:
     """The configuration in a header, if an allocator can be made with it.
+
+    Args:
+        plain: as `to_plain` gave it.
+        max_table_bytes: most bytes of tables that it may ask for.
 
     Raises:
         SnapshotError: naming the field.
@@ -131,10 +136,11 @@ def checked_config(plain: Any) -> Config:
         raise SnapshotError(f"its rows of {config.row_width} slots hold no page of {size}")
     if sparse is not None and (window is not None or config.prefix_cache):
         raise SnapshotError("it is sparse, and has a window or a prefix cache besides")
-    if config.table_bytes > MOST_TABLE_BYTES:
+    if config.table_bytes > max_table_bytes:
         raise SnapshotError(
-            f"{config.max_requests} rows of {config.row_width} slots would need tables of "
-            f"{config.table_bytes} bytes, more than {MOST_TABLE_BYTES}"
+            f"{config.max_requests} rows of {config.row_width} slots need tables of "
+            f"{config.table_bytes} bytes: pass a larger max_table_bytes than {max_table_bytes} if "
+            "that can be"
         )
     return config
 

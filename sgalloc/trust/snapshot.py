@@ -11,8 +11,9 @@ from sgalloc.core import Core
 from sgalloc.errors import LawViolation, SnapshotError, WrongState
 from sgalloc.groups.sparse import DevicePages
 from sgalloc.groups.window import Window
+from sgalloc.inputs import whole_number
 from sgalloc.trust.checked import Checked
-from sgalloc.trust.config import from_plain, to_plain
+from sgalloc.trust.config import MAX_TABLE_BYTES, from_plain, to_plain
 from sgalloc.trust.format import pack, unpack
 from sgalloc.trust.rebuild import fill, write_tables
 from sgalloc.trust.sections import gather, layout
@@ -51,20 +52,26 @@ def snapshot(core: Core, refusals: Counter[str], assume_done: bool) -> bytes:
     return pack(header, gather(core, settled=True), kinds)
 
 
-def restore(data: Any, make: Callable[[dict[str, Any]], _Allocator]) -> _Allocator:
+def restore(
+    data: Any, max_table_bytes: Any, make: Callable[[dict[str, Any]], _Allocator]
+) -> _Allocator:
     """The allocator that a snapshot describes; its tables are written anew.
 
     Args:
         data: of `snapshot`.
+        max_table_bytes: most bytes of tables to allocate; `MAX_TABLE_BYTES` if None.
         make: makes a fresh allocator from the arguments of its configuration.
 
     Raises:
         TypeError: not bytes.
-        SnapshotError: what is wrong with them; nothing was allocated on a device but for bytes
-            whose tables only the laws find wrong.
+        SnapshotError: what is wrong with them. Sizes are held against the bytes that are there
+            before anything is allocated; the laws, once an allocator of that size is filled.
     """
+    most = MAX_TABLE_BYTES
+    if max_table_bytes is not None:
+        most = whole_number(max_table_bytes, "max_table_bytes", 1, meaning="a number of bytes")
     header, sections = unpack(data)
-    checked = Checked.of(header, sections)
+    checked = Checked.of(header, sections, most)
     try:
         alloc = make(from_plain(checked.config))
     except MemoryError:
