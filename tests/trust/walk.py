@@ -25,17 +25,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """What pages are short in, so that calls are refused and cached pages leave."""
 
 
-def make(name: str, ps: int = 4, device: str = "cpu", page_table: bool = True) -> Any:
+def make(name: str, ps: int = 4, device: str = "cpu", roomy: bool = False) -> Any:
+    """An allocator, short in pages and rows unless it is ``roomy``."""
     config = dict(CONFIGS[name])
     if "window" in config:
-        config["window"] = sgalloc.SlidingWindow(*config["window"])
+        tokens, pages, *rest = config["window"]
+        config["window"] = sgalloc.SlidingWindow(tokens, pages * (5 if roomy else 1), *rest)
     if "sparse" in config:
         config["sparse"] = sgalloc.Sparse(*config["sparse"])
-    width = 20 * ps + ps // 2
+    config["num_pages"] *= 5 if roomy else 1
     return sgalloc.KVAllocator(
-        page_size=ps, max_requests=7, row_width=width, device=device, page_table=page_table,
         **config,
-    )  # fmt: skip
+        page_size=ps,
+        max_requests=16 if roomy else 7,
+        row_width=20 * ps + ps // 2,
+        device=device,
+        page_table=True,
+    )
 
 
 class Walk:
@@ -133,9 +139,9 @@ class Walk:
         more = [rng.randint(0, 2 * self.ps) for _ in x]
         if self.sparse and rng.random() < 0.4:
             how["logical_only"] = True
-        out = np.empty(sum(more), np.int64)
+        out = self.empty(sum(more))
         plan = self.alloc.extend(x, c + np.array(more, np.int64), out=out, **how)
-        return out.tolist(), plan.need, plan.gain
+        return listed(out), plan.need, plan.gain
 
     def decode(self) -> Any:
         return self.alloc.decode(self.some(), 1).nxt.tolist()
@@ -154,7 +160,7 @@ class Walk:
             return None
         c, a = int(self.alloc.committed(x)[0]), int(self.alloc.allocated(x)[0])
         taken = sorted(self.random.sample(range(c, a), min(2, a - c)))
-        return [part.tolist() for part in self.alloc.compact(x, [taken], self.event_after())]
+        return [listed(part) for part in self.alloc.compact(x, [taken], self.event_after())]
 
     def plan(self) -> Any:
         x = self.some()
@@ -207,6 +213,14 @@ class Walk:
         self.events.append(Query())
         return self.events[-1]
 
+    def empty(self, size: int) -> Any:
+        """Where slots go, on the allocator's device."""
+        if self.alloc.device == "cpu":
+            return np.empty(size, np.int64)
+        import cupy
+
+        return cupy.empty(size, cupy.int64)
+
     def enter(self, new: Any, ids: list[int]) -> Any:
         for handle in new.tolist():
             own = ids or self.ids()
@@ -223,6 +237,15 @@ class Walk:
     def some(self) -> list[int]:
         known = list(self.text)
         return self.random.sample(known, self.random.randint(0, min(3, len(known))))
+
+
+def listed(array: Any) -> list[int]:
+    """An array of either device as a list."""
+    if not isinstance(array, np.ndarray):
+        import cupy
+
+        array = cupy.asnumpy(array)
+    return array.tolist()
 
 
 def visible(alloc: Any) -> dict[str, Any]:
