@@ -23,7 +23,7 @@ from sgalloc.pages import PagePool
 from sgalloc.plan import Covering, Plan, mixed_plan
 from sgalloc.prefix import Match
 from sgalloc.receiving import Receiving
-from sgalloc.trust import restore
+from sgalloc.trust.snapshot import restore
 
 if TYPE_CHECKING:
     from sgalloc.device.captured import CapturedUpdate

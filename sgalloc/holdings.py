@@ -23,7 +23,8 @@ from sgalloc.ledger import Batch, Ledger
 from sgalloc.pages import LOCKED, Int32, PagePool
 from sgalloc.plan import Gather, Plan
 from sgalloc.stats import GroupStats, RowStats, StagingStats, Stats
-from sgalloc.trust import digest, snapshot
+from sgalloc.trust.digest import digest
+from sgalloc.trust.snapshot import snapshot
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _MOST = (1 << 31) - 1
