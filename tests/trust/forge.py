@@ -7,6 +7,7 @@ import struct
 from typing import Any
 
 import numpy as np
+from host_support import Query
 from trust.walk import Walk, make
 
 from sgalloc.trust import format as form
@@ -79,6 +80,38 @@ def rich(name: str, seed: int = 3, steps: int = 120, ps: int = 3) -> Any:
         if score > most:
             best, most = alloc, score
     return best
+
+
+def held(name: str) -> Any:
+    """Requests in every state that the configuration knows; one waits behind an event."""
+    alloc, ids = make(name, 3, roomy=True), [[f * 1000 + n for n in range(60)] for f in range(4)]
+    kept = alloc.open(3, "kept").tolist()
+    alloc.extend(kept, [30, 31, 20])
+    alloc.decode(kept)
+    if alloc.has_window:
+        alloc.evict_window(kept)
+        alloc.trim(kept[1], 4)  # below its frontier, inside a page
+    alloc.trim(kept[2], 11)
+    match = None
+    if alloc._core.prefix is not None:
+        cached = alloc.open(2).tolist()
+        alloc.extend(cached, 24)
+        alloc.release(cached, tokens=ids[:2])
+        alloc.open_with_prefix(alloc.prefix.match(ids[0][:12]))
+        alloc.prefix.publish(kept[2], [ids[2]])
+        match = alloc.prefix.match(ids[1][:9])
+    if alloc._core.tree is None and "logical" in alloc.stats().groups:
+        alloc.to_sparse(kept[:2])
+    first, second = alloc.preallocate([22, 20], 3, match, deadline=[None, 7]).tolist()
+    alloc.acknowledge(first, 1)
+    alloc.acknowledge(second, 0)
+    alloc.abort(second)
+    gone = alloc.open(2).tolist()
+    alloc.extend(gone, 13)
+    tokens = None if alloc._core.prefix is None else [ids[3], ids[3]]
+    alloc.release(gone, tokens=tokens, after=Query())
+    alloc.check(device=True)
+    return alloc
 
 
 def dumps(header: Any) -> bytes:

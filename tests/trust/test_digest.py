@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from host_support import Query
-from trust.forge import rich
+from trust.forge import held, rich
 from trust.walk import CONFIGS, NAMESPACES, Walk, make
 
 import sgalloc
@@ -420,38 +420,6 @@ def plants(alloc: Any) -> dict[str, Any]:
     add("live pin", of_pin(pins[0], nodes))
     add("wait", of_waiting(core.quarantine.entries[-1]))
     return found
-
-
-def held(name: str) -> Any:
-    """Requests in every state that the configuration knows; one waits behind an event."""
-    alloc, ids = make(name, 3, roomy=True), [[f * 1000 + n for n in range(60)] for f in range(4)]
-    kept = alloc.open(3, "kept").tolist()
-    alloc.extend(kept, [30, 31, 20])
-    alloc.decode(kept)
-    if alloc.has_window:
-        alloc.evict_window(kept)
-        alloc.trim(kept[1], 4)  # below its frontier, inside a page
-    alloc.trim(kept[2], 11)
-    match = None
-    if alloc._core.prefix is not None:
-        cached = alloc.open(2).tolist()
-        alloc.extend(cached, 24)
-        alloc.release(cached, tokens=ids[:2])
-        alloc.open_with_prefix(alloc.prefix.match(ids[0][:12]))
-        alloc.prefix.publish(kept[2], [ids[2]])
-        match = alloc.prefix.match(ids[1][:9])
-    if alloc._core.tree is None and "logical" in alloc.stats().groups:
-        alloc.to_sparse(kept[:2])
-    first, second = alloc.preallocate([22, 20], 3, match, deadline=[None, 7]).tolist()
-    alloc.acknowledge(first, 1)
-    alloc.acknowledge(second, 0)
-    alloc.abort(second)
-    gone = alloc.open(2).tolist()
-    alloc.extend(gone, 13)
-    tokens = None if alloc._core.prefix is None else [ids[3], ids[3]]
-    alloc.release(gone, tokens=tokens, after=Query())
-    alloc.check(device=True)
-    return alloc
 
 
 @pytest.mark.parametrize("name", CONFIGS)

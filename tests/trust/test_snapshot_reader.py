@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trust.forge import HEAD, Parts, dumps, places, put, rich, sign, with_header
+from trust.forge import HEAD, Parts, dumps, held, places, put, rich, sign, with_header
 from trust.walk import CONFIGS, Walk, make
 
 import sgalloc
@@ -296,4 +296,126 @@ def test_pages_of_another_namespace_cannot_be_slipped_in() -> None:
         restore(parts.joined())
     parts.sections["value.bytes"] = np.frombuffer(b"oneone", np.uint8)
     with pytest.raises(SnapshotError, match="stands twice"):
+        restore(parts.joined())
+
+
+def column(name: str, at: int, value: int) -> Any:
+    """A lie: entry ``at`` of section ``name`` is ``value``."""
+
+    def lie(parts: Parts) -> None:
+        parts.sections[name][at] = value
+
+    return lie
+
+
+def alike(parts: Parts) -> None:
+    """The second node of the cache begins as the first does."""
+    size = parts.header["config"]["page_size"]
+    starts = parts.sections["tree.count"].cumsum() - parts.sections["tree.count"]
+    tokens, parent = parts.sections["tree.tokens"], parts.sections["tree.parent"]
+    name = parts.sections["tree.namespace"]
+    one, two = next(
+        (i, j)
+        for i in range(parent.size)
+        for j in range(i)
+        if parent[i] == parent[j] and name[i] == name[j]
+    )
+    first, second = (int(starts[at]) * size for at in (one, two))
+    tokens[first : first + size] = tokens[second : second + size]
+
+
+def empty_node(parts: Parts) -> None:
+    """The cache has a node without pages; nothing else is amiss."""
+    for name in ("parent", "namespace", "count", "last_use", "seq"):
+        key = f"tree.{name}"
+        value = {"parent": -1, "namespace": -1}.get(name, 0)
+        parts.sections[key] = np.append(parts.sections[key], value)
+
+
+def another_kind(name: str, kind: int) -> Any:
+    """What the first entry of ``name`` that is a value names is of this kind."""
+
+    def lie(parts: Parts) -> None:
+        parts.sections["value.kind"][parts.sections[name].max()] = kind
+
+    return lie
+
+
+def header(*path: Any, value: Any) -> Any:
+    def lie(parts: Parts) -> None:
+        put(parts.header, path, value)
+
+    return lie
+
+
+def acks_of(*acks: int) -> Any:
+    """Who has acknowledged the two requests, each of three writers."""
+
+    def lie(parts: Parts) -> None:
+        parts.sections["pin.acks"] = np.array(acks)
+        parts.sections["pin.ack_count"] = np.array([len(acks) - 1, 1])
+
+    return lie
+
+
+# Of two requests to be received the first is live and the second was aborted.
+LIES: list[tuple[str, Any, str]] = [
+    ("plain", acks_of(0, 1, 2, 0), "all writers of a pin"),
+    ("plain", acks_of(3, 0), "pin.acks.*out of bounds"),
+    ("plain", acks_of(-1, 0), "pin.acks.*out of bounds"),
+    ("plain", acks_of(1, 1, 0), "does not ascend"),
+    ("plain", acks_of(1, 0, 0), "does not ascend"),
+    ("plain", column("pin.aborted", 1, 2), "pin.aborted"),
+    ("plain", column("pin.aborted", 0, 1), "open.*aborted rows are not 16"),
+    ("plain", column("pin.length", 0, 18), "pin.length does not fit A"),
+    ("plain", column("pin.prefix", 0, 3), "pin.prefix is not C"),
+    ("plain", column("pin.length", 1, -1), "pin.length"),
+    ("plain", column("pin.writers", 1, 0), "pin.writers"),
+    ("plain", column("pin.handle", 1, (2 << 32) | 5), "another generation"),
+    ("plain", column("pin.handle", 1, 5), "generation of pin.handle"),
+    ("plain", column("pin.handle", 1, (1 << 32) | 99), "row of pin.handle"),
+    ("plain", another_kind("pin.deadline", 3), "pin.deadline names a value of another kind"),
+    ("plain", another_kind("row.namespace", 4), "cannot be read"),
+    ("plain", column("row.namespace", 0, 99), "row.namespace"),
+    ("plain", column("row.receiving", 0, 1), "breaks a law.*received"),
+    ("plain", column("row.receiving", 3, 0), "not marked"),
+    ("plain", column("row.generation", 0, 0), "row.generation"),
+    ("plain", column("row.decode_steps", 0, -1), "row.decode_steps"),
+    ("plain", column("row.shared", 0, 1), "row.shared"),
+    ("plain", header("high_water", 0, value=3), "high_water"),
+    ("plain", header("high_water", 0, value=1000), "high_water"),
+    ("prefix cache", alike, "begins as one beside it does"),
+    ("prefix cache", empty_node, "tree.count"),
+    ("prefix cache", header("tree", "clock", value=1), "tree.last_use"),
+    ("prefix cache", header("tree", "seq", value=1), "tree.seq"),
+    ("prefix cache", column("tree.last_use", 0, -1), "tree.last_use"),
+    ("prefix cache", column("tree.parent", 0, 0), "tree.parent"),
+    ("prefix cache", column("tree.parent", 0, -2), "tree.parent"),
+    ("prefix cache", column("row.hold", 0, 0), "another namespace|law"),
+    ("prefix cache", column("row.hold", 0, 999), "row.hold"),
+    ("prefix cache", column("pin.hold", 0, 0), "holds a path twice"),
+    ("prefix cache", column("pin.hold", 1, 999), "pin.hold"),
+    ("window, map", column("window.first", 0, -1), "window.first"),
+    ("window, map", column("window.stop", 0, 99), "window.stop"),
+    ("window, map", column("window.pages", 0, 0), "window.pages"),
+    ("window, map, prefix", column("tree.sides", 0, -1), "tree.sides"),
+    ("sparse", column("device.count", 0, 99), "device.count"),
+    ("sparse", column("device.first", 0, -1), "device.first"),
+    ("sparse", column("device.stop", 0, 99), "device.stop"),
+    ("sparse", column("device.flags", 0, 8), "device.flags"),
+    ("sparse", column("device.pages", 0, 0), "device.pages"),
+    ("sparse", column("device.scratch", 0, 0), "device.scratch"),
+    ("sparse, no scratch", column("device.flags", 0, 4), "device.flags"),
+]
+
+
+@pytest.mark.parametrize(("name", "lie", "message"), LIES, ids=range(len(LIES)))
+def test_a_lie_is_named(name: str, lie: Any, message: str) -> None:
+    """One number that is wrong by itself, with all the rest as it should be."""
+    data = held(name).snapshot(assume_done=True)
+    parts = Parts(data)
+    restore(parts.joined())
+    lie(parts)
+    assert parts.joined() != data
+    with pytest.raises(SnapshotError, match=message):
         restore(parts.joined())
