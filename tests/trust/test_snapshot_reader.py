@@ -348,6 +348,15 @@ def header(*path: Any, value: Any) -> Any:
     return lie
 
 
+def moved(name: str) -> Any:
+    """What belongs to the aborted request is the live one's."""
+
+    def lie(parts: Parts) -> None:
+        parts.sections[name] = parts.sections[name][::-1].copy()
+
+    return lie
+
+
 def acks_of(*acks: int) -> Any:
     """Who has acknowledged the two requests, each of three writers."""
 
@@ -384,6 +393,26 @@ LIES: list[tuple[str, Any, str]] = [
     ("plain", column("row.shared", 0, 1), "row.shared"),
     ("plain", header("high_water", 0, value=3), "high_water"),
     ("plain", header("high_water", 0, value=1000), "high_water"),
+    ("plain", column("row.open", 0, 0), "row.open"),
+    ("plain", column("row.open", 1, 1), "does not ascend|row.open"),
+    ("plain", column("row.free", 0, 0), "row.free"),
+    ("plain", column("row.free", 0, 17), "row.free"),
+    ("plain", column("row.allocated", 0, 63), "row.allocated"),
+    ("plain", column("row.allocated", 0, 20), "whole pages"),
+    ("plain", column("row.committed", 0, 61), "row.committed"),
+    ("plain", column("row.receiving", 0, 2), "row.receiving"),
+    ("plain", column("row.pages", 0, 0), "row.pages"),
+    ("plain", column("page.free", 0, 151), "page.free"),
+    ("plain", column("pin.prefix", 1, -1), "pin.prefix"),
+    ("plain", column("pin.pages", 0, 0), "pin.pages"),
+    ("plain", column("pin.page_count", 0, 7), "stand twice|pin.page_count|pin.pages"),
+    ("plain", moved("pin.page_count"), "a live request's pages stand twice"),
+    ("plain", header("refusals", value={"not a name": 1}), "is no error"),
+    ("plain", header("refusals", value={"A" * 65: 1}), "is no error"),
+    ("window", moved("pin.side_count"), "live side pages stand twice"),
+    ("window", column("pin.sides", 0, 0), "pin.sides"),
+    ("window", column("side.free", 0, 0), "side.free"),
+    ("prefix cache", column("tree.pages", 0, 0), "tree.pages"),
     ("prefix cache", alike, "begins as one beside it does"),
     ("prefix cache", empty_node, "tree.count"),
     ("prefix cache", header("tree", "clock", value=1), "tree.last_use"),
