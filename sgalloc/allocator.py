@@ -23,6 +23,7 @@ from sgalloc.pages import PagePool
 from sgalloc.plan import Covering, Plan, mixed_plan
 from sgalloc.prefix import Match
 from sgalloc.receiving import Receiving
+from sgalloc.trust.snapshot import restore
 
 if TYPE_CHECKING:
     from sgalloc.device.captured import CapturedUpdate
@@ -151,6 +152,29 @@ class KVAllocator(Receiving):
         self._make_plan = Plan
         if ranges.listening():
             self._listen(pool)
+
+    @classmethod
+    def restore(
+        cls,
+        data: Any,
+        device: str = "auto",
+        stream: Any = None,
+        *,
+        reader: Any = None,
+        max_table_bytes: int | None = None,
+    ) -> KVAllocator:
+        """An allocator from the bytes of `snapshot`: handles stay valid, tables are written anew.
+
+        Args:
+            data: bytes; everything in them is checked before it is used.
+            device, stream, reader: as of the constructor.
+            max_table_bytes: most bytes of tables that may be allocated, 16 GiB if None.
+
+        Raises:
+            SnapshotError: bytes that are no snapshot, or one cut, altered or made up.
+        """
+        where = {"device": device, "stream": stream, "reader": reader}
+        return restore(data, max_table_bytes, lambda config: cls(**config, **where))
 
     # -- opening ---------------------------------------------------------------------------
 

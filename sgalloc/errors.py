@@ -100,3 +100,32 @@ class LawViolation(AllocError):
 
 class NotHeld(LawViolation, ValueError):
     """A page given back by one who does not hold it, or twice."""
+
+
+class SnapshotError(AllocError, ValueError):
+    """Bytes that are no snapshot, or one that was cut, altered or made up."""
+
+    def __str__(self) -> str:
+        return f"this snapshot cannot be restored: {super().__str__()}"
+
+
+class MirrorDiverged(AllocError):
+    """Ranks that should mirror each other hold different things.
+
+    Attributes:
+        common: the digest that most ranks have.
+        others: the digests of the ranks that differ, by rank.
+    """
+
+    def __init__(self, common: str, others: dict[int, str]) -> None:
+        super().__init__(common, others)
+        self.common = common
+        self.others = others
+
+    def __str__(self) -> str:
+        named = ", ".join(f"rank {rank} ({found[:8]})" for rank, found in self.others.items())
+        return (
+            f"{named} differ from the other ranks ({self.common[:8]}): "
+            "they made other calls, or took in other events; call settle() on all together, and "
+            "compare the calls"
+        )

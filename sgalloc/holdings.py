@@ -23,6 +23,8 @@ from sgalloc.ledger import Batch, Ledger
 from sgalloc.pages import LOCKED, Int32, PagePool
 from sgalloc.plan import Gather, Plan
 from sgalloc.stats import GroupStats, RowStats, StagingStats, Stats
+from sgalloc.trust.digest import digest
+from sgalloc.trust.snapshot import snapshot
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _MOST = (1 << 31) - 1
@@ -376,6 +378,29 @@ class Holdings:
         """
         most = whole_number(max_requests, "max_requests", 1, _MOST)
         return PageTables(self._core, most, whole_number(max_pages, "max_pages", 1, _MOST))
+
+    @counted
+    def snapshot(self, assume_done: bool = False) -> bytes:
+        """All that decides later behaviour, as bytes for `KVAllocator.restore`.
+
+        What waits behind an event that is done is stored as come back, as the next verb finds it.
+
+        Args:
+            assume_done: store what waits behind undone events, or for a replay, as if they were
+                done, such as after a GPU was lost.
+
+        Raises:
+            WrongState: an event is not done, or a step of `captured` waits for its replay.
+        """
+        return snapshot(self._core, self._refusals, assume_done)
+
+    def digest(self) -> str:
+        """A hash of ids, lengths, rows and cache, 32 hexadecimal digits, computed when asked.
+
+        Equal on allocators that were given the same calls, whatever device they are on, at equal
+        event state; refused calls and counters leave it alone.
+        """
+        return digest(self._core)
 
     def check(self, device: bool = False) -> Int32:
         """Prove the row law and the partition law, in time linear in pages.

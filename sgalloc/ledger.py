@@ -350,6 +350,28 @@ class Ledger:
         """The free rows, those handed out last first."""
         return self._row_stack[: self.free_rows].copy()
 
+    def generations(self) -> Int64:
+        """The generation that each row's next request has, or its present one; a copy."""
+        return self._generation.copy()
+
+    def restore(self, rows: Int64, free: Int64, generations: Int64, **columns: Int64) -> None:
+        """Let a fresh ledger be as a snapshot says.
+
+        Args:
+            rows: the open rows, int64 ``(n,)``.
+            free: the free rows, those handed out last first, int64.
+            generations: int64 ``(max_requests + 1,)``.
+            **columns: of the open rows, by name, ``(n,)`` each.
+        """
+        self._generation[:] = generations
+        self.handle[rows] = (self._generation.take(rows) << _ROW_BITS) | rows
+        for name, column in columns.items():
+            getattr(self, name)[rows] = column
+        self.receiving_rows = int(np.count_nonzero(self.receiving))
+        self.free_rows = free.size
+        self._row_stack[: free.size] = free
+        self.waiting_rows = self.max_requests - rows.size - free.size
+
     def _push_rows(self, rows: Int64) -> None:
         self._row_stack[self.free_rows : self.free_rows + rows.size] = rows[::-1]
         self.free_rows += rows.size

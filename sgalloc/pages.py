@@ -133,6 +133,12 @@ class PagePool:
         self.give(ids, PINNED)
         self.pinned -= ids.size
 
+    def restore(self, free: Int32, high_water: int) -> None:
+        """Let a fresh pool have ``free`` ids alone, as `free_ids` gave them; none is pinned."""
+        self.free = free.size
+        self._stack[: free.size] = free
+        self.high_water = high_water
+
     def _verified(self, ids: Int32, holder: int | Int64) -> Int64:
         """``ids`` as an index, if ``holder`` holds each of them, and each stands once."""
         pages = ids.astype(np.int64)

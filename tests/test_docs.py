@@ -61,6 +61,19 @@ def test_the_page_on_the_window_runs() -> None:
     assert names["match"].length == 1600  # type: ignore[attr-defined]
 
 
+def test_the_page_on_trust_runs() -> None:
+    names = run_blocks(ROOT / "docs" / "trust.md")
+    assert names["refused"] and names["caught"], "the page shows refusals"
+
+
+def test_the_page_on_trust_names_every_section() -> None:
+    from sgalloc.trust.sections import layout
+
+    text = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
+    sections = layout(True, True, True)
+    assert [name for name in sections if f"`{name}`" not in text] == []
+
+
 def test_every_file_that_the_pages_name_is_there() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         text = page.read_text(encoding="utf-8")

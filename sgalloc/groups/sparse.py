@@ -66,6 +66,7 @@ class DevicePages:
     `trim` and `commit` leave behind in the map, the next growing verb catches up with.
 
     Attributes:
+        settings: what it was made with.
         buffer: pages of a full buffer.
         scratch: pages of the drafts of a request.
         pool: the pages.
@@ -85,6 +86,7 @@ class DevicePages:
     def __init__(self, ledger: Ledger, settings: Sparse, num_pages: int) -> None:
         size = ledger.page_size
         self._ledger = ledger
+        self.settings = settings
         self.buffer = -(-settings.device_buffer // size)
         self.scratch = -(-settings.draft_scratch // size)
         self.pool = PagePool(num_pages, "device")

@@ -139,6 +139,7 @@ class Window:
     """The group ``window``: which window pages each row holds.
 
     Attributes:
+        settings: what it was made with.
         tokens: positions that a token attends to.
         pool: the pages.
         mapped: whether the map ``full_to_window`` is kept.
@@ -154,6 +155,7 @@ class Window:
 
     def __init__(self, ledger: Ledger, settings: SlidingWindow, prefix_cache: bool) -> None:
         self._ledger = ledger
+        self.settings = settings
         self.tokens = settings.tokens
         self.pool = PagePool(settings.num_pages, "window")
         self.mapped = settings.slot_map
@@ -404,6 +406,12 @@ class Window:
         self.due[rows] = self.lag
         if self.cut_rows:
             self.cut_rows.difference_update(rows.tolist())
+
+    def restore(self, rows: Int64, first: Int64, stop: Int64) -> None:
+        """Let fresh ``rows`` hold window pages ``[first, stop)``, as a snapshot says."""
+        self._move(rows, first)
+        self.stop[rows] = stop
+        self.cut_rows.update(rows[stop < self._ledger.page_counts(rows)].tolist())
 
     # -- sharing ---------------------------------------------------------------------------
 
