@@ -1,0 +1,433 @@
+"""Lets an allocator write each call that changes its ledger into a journal."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from functools import wraps
+from typing import Any
+
+import numpy as np
+
+from sgalloc._version import __version__
+from sgalloc.compacting import read_accepted
+from sgalloc.core import Core
+from sgalloc.errors import AllocError, LawViolation, StalePlan, WrongState
+from sgalloc.inputs import Int64, int64_array, token_counts, token_sequences
+from sgalloc.ledger import Batch, names_one
+from sgalloc.plan import Plan
+from sgalloc.prefix import Match
+from sgalloc.trust.journal import DIGEST_EVERY, Log, PageHashes, state_digest
+from sgalloc.trust.records import (
+    ARGUMENTS,
+    BATCH,
+    CLOSED,
+    CONFIG,
+    DIGEST,
+    POLLED,
+    REFUSED,
+    SETTLED,
+    ints,
+    packed_bits,
+    signed,
+    text,
+    varint,
+)
+from sgalloc.trust.verbs import VERBS, Form, Verb
+
+_ROW_MASK = (1 << 32) - 1
+_BATCHES = 16
+
+
+class Planned(Plan):
+    """A plan that knows which call made it.
+
+    Attributes:
+        call: the arguments of that call, as a journal writes them.
+    """
+
+    __slots__ = ("call",)
+    call: bytes
+
+
+class Found(Match):
+    """A match that knows its record.
+
+    Attributes:
+        number: of the record.
+    """
+
+    __slots__ = ("number",)
+    number: int
+
+
+class Journalled:
+    """The journal of one allocator.
+
+    Args:
+        path: a file that is not there yet.
+        config: how the allocator was made, as plain values.
+
+    Raises:
+        JournalError: the file cannot be made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
+        self.log = Log(path)
+        self._polls: list[bool] = []
+        self._batches: OrderedDict[int, tuple[Batch, bytes]] = OrderedDict()
+        self._rows: Int64 | None = None
+        self._single = False
+        named = {"sgalloc": __version__, "digest_every": DIGEST_EVERY, **config}
+        self.log.append(CONFIG, json.dumps(named).encode())
+
+    def wrap(self, alloc: Any, core: Core) -> None:
+        """Let every verb of ``alloc`` that changes the ledger be written."""
+        self._core = core
+        self._hashes = PageHashes(core.ledger.page_size)
+        for name, verb in VERBS.items():
+            target = core.prefix if verb.of_cache else alloc
+            if target is not None:
+                setattr(target, name, self._noted(verb, getattr(target, name)))
+        alloc._apply_through = self._noted(VERBS["apply"], alloc._apply_through)
+        alloc.plan = self._remembering(alloc.plan)
+        alloc.check = self._explaining(alloc.check)
+        quarantine: Any = core.quarantine
+        quarantine.pending = self._polling(quarantine.pending)
+        quarantine.settle = self._settling(quarantine.settle)
+
+    def close(self) -> None:
+        """Write a last digest and close the file. Raises as `Log.close`."""
+        if self.log.open:
+            self._digest(whole=True)
+            self.log.append(CLOSED, varint(self.log.calls))
+        self.log.close()
+
+    # -- around the methods ----------------------------------------------------------------
+
+    def _noted(self, verb: Verb, method: Callable[..., Any]) -> Callable[..., Any]:
+        log, polls = self.log, self._polls
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not log.open:
+                return method(*args, **kwargs)
+            polls.clear()
+            if verb.name == "open_with_prefix" and args:
+                args = (_listed(args[0]), *args[1:])
+            try:
+                result = method(*args, **kwargs)
+            except BaseException as refusal:
+                self._refused(verb, args, kwargs, refusal)
+                raise
+            return self._done(verb, args, kwargs, result)
+
+        return call
+
+    def _remembering(self, plan: Callable[..., Plan]) -> Callable[..., Plan]:
+        names = ("extend", "decode", "reserve", "evict_window", "logical_only")
+
+        @wraps(plan)
+        def call(*args: Any, **kwargs: Any) -> Plan:
+            made = plan(*args, **kwargs)
+            if self.log.open and isinstance(made, Planned):
+                try:
+                    given = dict(zip(names, args, strict=False)) | kwargs
+                    made.call = self._parts(given)
+                except Exception as error:
+                    self.log.fail(error)
+            return made
+
+        return call
+
+    def _polling(self, pending: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        polls = self._polls
+
+        def call(after: Any) -> Any:
+            event = pending(after)
+            if after is not None:
+                polls.append(event is not None)
+            return event
+
+        return call
+
+    def _settling(self, settle: Callable[[], None]) -> Callable[[], None]:
+        quarantine, log = self._core.quarantine, self.log
+
+        def call() -> None:
+            before = quarantine.entries
+            settle()
+            after = quarantine.entries
+            if len(after) != len(before) and log.open:
+                kept = set(map(id, after))
+                gone = [at for at, entry in enumerate(before) if id(entry) not in kept]
+                log.append(SETTLED, ints(np.array(gone, np.int64)))
+
+        return call
+
+    def _explaining(self, check: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(check)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return check(*args, **kwargs)
+            except LawViolation as violation:
+                self.log.flush()
+                violation.args = (f"{violation}{self._history(str(violation))}",)
+                raise
+
+        return call
+
+    # -- records ---------------------------------------------------------------------------
+
+    def _done(self, verb: Verb, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        log, core = self.log, self._core
+        if not log.open:  # it has ended within the call
+            return result
+        try:
+            self._rows = None
+            polls = self._polls
+            parts = [_POLLED + packed_bits(polls) if polls else _PLAIN]
+            self._arguments(parts, verb, args, kwargs)
+            if verb.answer is Form.NUMBER:
+                parts.append(signed(verb.says(result)))
+            elif verb.answer is Form.IDS:
+                parts.append(ints(result))
+                if self._rows is None:
+                    self._rows = result & _ROW_MASK
+            parts.append(varint(core.pool.free))
+            if core.side is not None:
+                parts.append(varint(core.side.pool.free))
+            number = log.append(verb.kind, b"".join(parts))
+            self._counted(number, verb)
+            if verb.name == "match":
+                found = Found(
+                    result._tree, result._node, result.length, result.pages, result.namespace
+                )
+                found.number = number
+                return found
+        except Exception as error:
+            # The call went through; that it could not be written is no matter of the caller.
+            log.fail(error)
+        return result
+
+    def _refused(
+        self, verb: Verb, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: BaseException
+    ) -> None:
+        if not self.log.open:
+            return
+        self._rows = None
+        name = text(type(refusal).__name__.encode())
+        flags, parts = REFUSED, [b""]
+        if self._decided_by_the_ledger(verb, refusal):
+            try:
+                self._arguments(parts, verb, args, kwargs)
+                flags |= ARGUMENTS
+            except Exception:
+                parts = [b""]  # so odd that the refusal alone is kept
+        polls = self._polls
+        if polls:
+            flags |= POLLED
+        try:
+            head = bytes((flags,)) + (packed_bits(polls) if polls else b"") + name
+            self._counted(self.log.append(verb.kind, head + b"".join(parts)), verb)
+        except Exception as error:
+            self.log.fail(error)
+
+    def _decided_by_the_ledger(self, verb: Verb, refusal: BaseException) -> bool:
+        """Whether a run again on a CPU, without ``out`` and events, has to be refused, too."""
+        if not isinstance(refusal, AllocError) or isinstance(refusal, LawViolation):
+            return False
+        if verb.name == "apply" and type(refusal) is StalePlan:
+            return False  # which plan it was cannot be told by its parts
+        device = self._core.device
+        # Steps staged for a graph, and captures, are known to the device alone.
+        alone = bool(device.updates) or device.capturing()
+        return not (alone and type(refusal) is WrongState)
+
+    def _counted(self, number: int, verb: Verb) -> None:
+        log = self.log
+        log.ring.append((number, verb.kind, self._rows))
+        log.calls += 1
+        if not log.calls % DIGEST_EVERY:
+            self._digest(whole=False)
+            log.flush()
+
+    def _digest(self, whole: bool) -> None:
+        level = b"\x01" if whole else b"\x00"
+        self.log.append(DIGEST, level + state_digest(self._core, whole))
+
+    def _history(self, problem: str) -> str:
+        """The last calls on the rows that have, or had, what ``problem`` names."""
+        ledger = self._core.ledger
+        rows = _numbers(problem, "row") + _numbers(problem, "req_to_token[")
+        for page in _numbers(problem, "page"):
+            # Lists are stale from A on: who had the page stands there still.
+            rows += (ledger.pages == page).any(axis=1).nonzero()[0].tolist()
+        named = np.unique(np.array(rows, np.int64))
+        calls = self.log.last_calls(named[named > 0])
+        if not calls:
+            return f" (journal {self.log.path}, record {self.log.number} is next)"
+        listed = ", ".join(str(row) for row in named.tolist() if row)
+        return f" (last calls on row {listed} in journal {self.log.path}: {calls})"
+
+    # -- arguments -------------------------------------------------------------------------
+
+    def _arguments(
+        self, parts: list[bytes], verb: Verb, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        given = len(args)
+        for at, argument in enumerate(verb.arguments):
+            if argument.form is not None:
+                name = argument.name
+                value = args[at] if at < given else kwargs.get(name, argument.default)
+                parts.append(_WRITERS[argument.form](self, value))
+
+    def _handles(self, x: Any) -> bytes:
+        if type(x) is Batch:
+            self._rows, self._single = x.rows, False
+            known = self._batches.get(id(x))
+            return known[1] if known is not None else self._batch(x)
+        named = int64_array(x, "handles")
+        self._rows, self._single = named & _ROW_MASK, names_one(x)
+        return b"\x01" + ints(named)
+
+    def _batch(self, x: Batch) -> bytes:
+        """A batch is written once, and known by the number of its record from then on."""
+        code = b"\x00" + varint(self.log.append(BATCH, ints(x.handles)))
+        self._batches[id(x)] = (x, code)  # held, so that its id stays its own
+        if len(self._batches) > _BATCHES:
+            self._batches.popitem(last=False)
+        return code
+
+    def _counts(self, value: Any) -> bytes:
+        if value is None:
+            return b"\x02"
+        read = value if type(value) is int else token_counts(value, "lengths")
+        return b"\x00" + varint(read) if isinstance(read, int) else b"\x01" + ints(read.ravel())
+
+    def _number(self, value: Any) -> bytes:
+        return signed(int(value))
+
+    def _flag(self, value: Any) -> bytes:
+        return b"\x01" if value else b"\x00"
+
+    def _event(self, value: Any) -> bytes:
+        return b"\x00" if value is None else b"\x01"
+
+    def _name(self, value: Any) -> bytes:
+        if value is None:
+            return b"\x00"
+        if isinstance(value, str):
+            return b"\x01" + text(str(value).encode("utf-8", "surrogatepass"))
+        if isinstance(value, bytes):
+            return b"\x02" + text(bytes(value))
+        return b"\x03" + signed(int(value))
+
+    def _matches(self, value: Any) -> bytes:
+        """None, one match for all, or one (or None) a request."""
+        if value is None:
+            return b"\x00"
+        if isinstance(value, Match):
+            return b"\x01" + varint(value.number)  # type: ignore[attr-defined]
+        numbers = [0 if match is None else match.number for match in value]
+        return b"\x02" + ints(np.array(numbers, np.int64))
+
+    def _prompt(self, tokens: Any) -> bytes:
+        hashes = self._hashes(int64_array(tokens, "tokens"))
+        return varint(hashes.size) + hashes.astype("<u8").tobytes()
+
+    def _prompts(self, tokens: Any) -> bytes:
+        if tokens is None or self._core.prefix is None:
+            return b"\x00"
+        n = 0 if self._rows is None else self._rows.size
+        known = token_sequences(tokens, n, self._single)
+        parts = [b"\x01" + varint(n)]
+        for ids in known:
+            parts.append(b"\x00" if ids is None else b"\x01" + self._prompt(ids))
+        return b"".join(parts)
+
+    def _positions(self, accepted: Any) -> bytes:
+        n = 0 if self._rows is None else self._rows.size
+        positions, lens = read_accepted(accepted, n, self._single)
+        return ints(lens) + ints(positions)
+
+    def _times(self, value: Any) -> bytes:
+        return text(json.dumps(value, default=_plain).encode())
+
+    def _plan(self, plan: Any) -> bytes:
+        # A plan that another verb has applied already goes through again if it does nothing.
+        call = getattr(plan, "call", _NO_PARTS)
+        # A step is counted for all, or for what the parts themselves decode.
+        return call + self._flag(plan.decoding is plan.rows)
+
+    def _ids(self, value: Any) -> bytes:
+        return ints(int64_array(value, "lengths"))
+
+    def _parts(self, given: dict[str, Any]) -> bytes:
+        parts = []
+        for name in ("extend", "decode", "reserve"):
+            part = given.get(name)
+            if part is None:
+                parts.append(b"\x00")
+            else:
+                parts += [b"\x01", self._handles(part[0]), self._counts(part[1])]
+        parts += [self._flag(given.get(name)) for name in ("evict_window", "logical_only")]
+        return b"".join(parts)
+
+
+_NO_PARTS = bytes(5)
+_PLAIN = bytes((ARGUMENTS,))
+_POLLED = bytes((ARGUMENTS | POLLED,))
+_WRITERS: dict[Form, Callable[[Journalled, Any], bytes]] = {
+    form: getattr(Journalled, f"_{form.name.lower()}") for form in Form
+}
+
+
+def config_of(alloc: Any, window: Any, sparse: Any, prefix_cache: bool) -> dict[str, Any]:
+    """How ``alloc`` was made, as plain values."""
+    found: dict[str, Any] = {
+        "num_pages": alloc.num_pages,
+        "page_size": alloc.page_size,
+        "max_requests": alloc.max_requests,
+        "row_width": alloc.row_width,
+        "prefix_cache": prefix_cache,
+        "device": alloc.device,
+    }
+    if window is not None:
+        names = ("tokens", "num_pages", "slot_map", "evict_every")
+        found["window"] = {name: getattr(window, name) for name in names}
+    if sparse is not None:
+        ratio = sparse.ratio
+        found["sparse"] = {
+            "ratio": str(ratio) if isinstance(ratio, Fraction) else ratio,
+            "device_buffer": sparse.device_buffer,
+            "draft_scratch": sparse.draft_scratch,
+        }
+    return found
+
+
+def _listed(matches: Any) -> Any:
+    """An iterator of matches as a list, so that it can be read twice."""
+    if isinstance(matches, (Match, list, tuple)) or not isinstance(matches, Iterable):
+        return matches
+    return list(matches)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value.item()
+
+
+def _numbers(words: str, name: str) -> list[int]:
+    """The numbers that follow ``name`` in a message."""
+    found = []
+    for part in words.split(name)[1:]:
+        digits = ""
+        for sign in part.lstrip():
+            if not sign.isdigit():
+                break
+            digits += sign
+        found += [int(digits)] if digits else []
+    return found
