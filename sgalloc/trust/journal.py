@@ -30,6 +30,9 @@ class Sink:
     Args:
         path: where; there must be no file yet.
 
+    Attributes:
+        pending: what `flush` will write.
+
     Raises:
         JournalError: it cannot be made.
     """
@@ -48,13 +51,7 @@ class Sink:
             reason = getattr(error, "strerror", None) or str(error)
             raise JournalError(f"journal={path!s} cannot be made ({reason})") from None
         self._process = os.getpid()
-        self._pending = bytearray()
-
-    def write(self, data: bytes) -> None:
-        """Append ``data``, in memory until there are 64 KiB."""
-        self._pending += data
-        if len(self._pending) >= FLUSH_BYTES:
-            self.flush()
+        self.pending = bytearray()
 
     def flush(self) -> None:
         """Hand all to the operating system.
@@ -62,8 +59,8 @@ class Sink:
         Raises:
             OSError: it does not take all of it.
         """
-        data = memoryview(bytes(self._pending))
-        self._pending.clear()
+        data = memoryview(bytes(self.pending))
+        self.pending.clear()
         if self._file < 0 or os.getpid() != self._process:
             return
         while data:
@@ -134,20 +131,17 @@ class Log:
         self.ring: deque[tuple[int, int, Int64 | None]] = deque(maxlen=_RING)
         # At the end of the interpreter, or of the allocator, whatever is in memory is written.
         self._closing = weakref.finalize(self, _close_quietly, self._sink)
-        try:
-            self._sink.write(MAGIC + bytes((VERSION,)))
-        except OSError as error:
-            self.fail(error)
+        self._sink.pending += MAGIC + bytes((VERSION,))
 
     def append(self, kind: int, payload: bytes) -> int:
         """Write one record; its number."""
         number = self.number
         record, self._check = framed(kind, payload, self._check)
         self.number = number + 1
-        try:
-            self._sink.write(record)
-        except OSError as error:
-            self.fail(error)
+        pending = self._sink.pending
+        pending += record
+        if len(pending) >= FLUSH_BYTES:
+            self.flush()
         return number
 
     def flush(self) -> None:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -40,6 +40,8 @@ from sgalloc.trust.verbs import VERBS, Form, Verb
 
 _ROW_MASK = (1 << 32) - 1
 _BATCHES = 16
+_INT64 = np.dtype(np.int64)
+_Writer: TypeAlias = tuple[int, str, Any, Callable[[Any], bytes]]
 
 
 class Planned(Plan):
@@ -87,6 +89,8 @@ class Journalled:
     def wrap(self, alloc: Any, core: Core) -> None:
         """Let every verb of ``alloc`` that changes the ledger be written."""
         self._core = core
+        self._free = core.pool.free
+        self._side_free = 0 if core.side is None else core.side.pool.free
         self._hashes = PageHashes(core.ledger.page_size)
         for name, verb in VERBS.items():
             target = core.prefix if verb.of_cache else alloc
@@ -109,21 +113,49 @@ class Journalled:
     # -- around the methods ----------------------------------------------------------------
 
     def _noted(self, verb: Verb, method: Callable[..., Any]) -> Callable[..., Any]:
-        log, polls = self.log, self._polls
+        log, polls, pool = self.log, self._polls, self._core.pool
+        side = None if self._core.side is None else self._core.side.pool
+        writers = self._writers(verb)
+        numbered, listed = verb.answer is Form.NUMBER, verb.answer is Form.IDS
+        lists, matches = verb.name == "open_with_prefix", verb.name == "match"
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not log.open:
                 return method(*args, **kwargs)
-            polls.clear()
-            if verb.name == "open_with_prefix" and args:
+            if polls:
+                polls.clear()
+            if lists and args:
                 args = (_listed(args[0]), *args[1:])
             try:
                 result = method(*args, **kwargs)
             except BaseException as refusal:
-                self._refused(verb, args, kwargs, refusal)
+                self._refused(verb, writers, args, kwargs, refusal)
                 raise
-            return self._done(verb, args, kwargs, result)
+            try:
+                self._rows = None
+                parts = [_POLLED + packed_bits(polls) if polls else _PLAIN]
+                _arguments(parts, writers, args, kwargs)
+                if numbered:
+                    parts.append(signed(verb.says(result)))
+                elif listed:
+                    parts.append(ints(result))
+                    if self._rows is None:
+                        self._rows = result & _ROW_MASK
+                # How many pages are free, as a change since the last call that went through.
+                free = pool.free
+                parts.append(signed(free - self._free))
+                self._free = free
+                if side is not None:
+                    parts.append(signed(side.free - self._side_free))
+                    self._side_free = side.free
+                number = log.append(verb.kind, b"".join(parts))
+                self._counted(number, verb)
+                return _found(result, number) if matches else result
+            except Exception as error:
+                # The call went through; that it could not be written is no matter of the caller.
+                log.fail(error)
+                return result
 
         return call
 
@@ -182,39 +214,13 @@ class Journalled:
 
     # -- records ---------------------------------------------------------------------------
 
-    def _done(self, verb: Verb, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        log, core = self.log, self._core
-        if not log.open:  # it has ended within the call
-            return result
-        try:
-            self._rows = None
-            polls = self._polls
-            parts = [_POLLED + packed_bits(polls) if polls else _PLAIN]
-            self._arguments(parts, verb, args, kwargs)
-            if verb.answer is Form.NUMBER:
-                parts.append(signed(verb.says(result)))
-            elif verb.answer is Form.IDS:
-                parts.append(ints(result))
-                if self._rows is None:
-                    self._rows = result & _ROW_MASK
-            parts.append(varint(core.pool.free))
-            if core.side is not None:
-                parts.append(varint(core.side.pool.free))
-            number = log.append(verb.kind, b"".join(parts))
-            self._counted(number, verb)
-            if verb.name == "match":
-                found = Found(
-                    result._tree, result._node, result.length, result.pages, result.namespace
-                )
-                found.number = number
-                return found
-        except Exception as error:
-            # The call went through; that it could not be written is no matter of the caller.
-            log.fail(error)
-        return result
-
     def _refused(
-        self, verb: Verb, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: BaseException
+        self,
+        verb: Verb,
+        writers: list[_Writer],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        refusal: BaseException,
     ) -> None:
         if not self.log.open:
             return
@@ -223,7 +229,7 @@ class Journalled:
         flags, parts = REFUSED, [b""]
         if self._decided_by_the_ledger(verb, refusal):
             try:
-                self._arguments(parts, verb, args, kwargs)
+                _arguments(parts, writers, args, kwargs)
                 flags |= ARGUMENTS
             except Exception:
                 parts = [b""]  # so odd that the refusal alone is kept
@@ -275,15 +281,13 @@ class Journalled:
 
     # -- arguments -------------------------------------------------------------------------
 
-    def _arguments(
-        self, parts: list[bytes], verb: Verb, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        given = len(args)
-        for at, argument in enumerate(verb.arguments):
-            if argument.form is not None:
-                name = argument.name
-                value = args[at] if at < given else kwargs.get(name, argument.default)
-                parts.append(_WRITERS[argument.form](self, value))
+    def _writers(self, verb: Verb) -> list[_Writer]:
+        """Place, name, default and writer of each argument that is written."""
+        return [
+            (at, argument.name, argument.default, getattr(self, f"_{argument.form.name.lower()}"))
+            for at, argument in enumerate(verb.arguments)
+            if argument.form is not None
+        ]
 
     def _handles(self, x: Any) -> bytes:
         if type(x) is Batch:
@@ -303,9 +307,13 @@ class Journalled:
         return code
 
     def _counts(self, value: Any) -> bytes:
+        if type(value) is int:
+            return b"\x00" + varint(value)
+        if type(value) is np.ndarray and value.dtype == _INT64 and value.ndim == 1:
+            return b"\x01" + ints(value)
         if value is None:
             return b"\x02"
-        read = value if type(value) is int else token_counts(value, "lengths")
+        read = token_counts(value, "lengths")
         return b"\x00" + varint(read) if isinstance(read, int) else b"\x01" + ints(read.ravel())
 
     def _number(self, value: Any) -> bytes:
@@ -381,9 +389,20 @@ class Journalled:
 _NO_PARTS = bytes(5)
 _PLAIN = bytes((ARGUMENTS,))
 _POLLED = bytes((ARGUMENTS | POLLED,))
-_WRITERS: dict[Form, Callable[[Journalled, Any], bytes]] = {
-    form: getattr(Journalled, f"_{form.name.lower()}") for form in Form
-}
+
+
+def _arguments(
+    parts: list[bytes], writers: list[_Writer], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    given = len(args)
+    for at, name, default, write in writers:
+        parts.append(write(args[at] if at < given else kwargs.get(name, default)))
+
+
+def _found(match: Match, number: int) -> Found:
+    found = Found(match._tree, match._node, match.length, match.pages, match.namespace)
+    found.number = number
+    return found
 
 
 def config_of(alloc: Any, window: Any, sparse: Any, prefix_cache: bool) -> dict[str, Any]:

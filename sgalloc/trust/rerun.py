@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sgalloc.allocator import KVAllocator
+from sgalloc.core import Core
 from sgalloc.errors import AllocError
 from sgalloc.groups.sparse import Sparse
 from sgalloc.groups.window import SlidingWindow
 from sgalloc.inputs import Int64
+from sgalloc.pages import PagePool
 from sgalloc.prefix import Match
 from sgalloc.quarantine import Quarantine
 from sgalloc.trust.journal import state_digest
@@ -127,6 +129,7 @@ class Rerun:
         self._core = self.alloc._core
         self._batches: dict[int, Int64] = {}
         self._matches: dict[int, Match] = {}
+        self._free = {pool.group: pool.free for pool in _pools(self._core)}
         self._answers: deque[bool] = deque()
         self._rows: Int64 = np.empty(0, np.int64)
         quarantine: Any = self._core.quarantine
@@ -294,18 +297,14 @@ class Rerun:
                 )
             if not self._rows.size:
                 self._rows = ids & _ROW_MASK
-        pools = (
-            [self._core.pool]
-            if self._core.side is None
-            else [self._core.pool, self._core.side.pool]
-        )
-        for pool in pools:
-            left = cursor.varint()
+        for pool in _pools(self._core):
+            left = self._free[pool.group] + cursor.signed()
             if left != pool.free:
                 raise self._differs(
                     verb.name,
                     f"it left {left} pages of group '{pool.group}' free, and here {pool.free}",
                 )
+            self._free[pool.group] = left
         cursor.end()
 
     def _check(self) -> None:
@@ -425,8 +424,7 @@ class Rerun:
     def _watched_pool(self) -> Any:
         watch, core = self._watch, self._core
         group = core.pool.group if watch.group is None else watch.group
-        pools = [core.pool] if core.side is None else [core.pool, core.side.pool]
-        for pool in pools:
+        for pool in _pools(core):
             if pool.group != group:
                 continue
             if watch.page is not None and not 1 <= watch.page <= pool.num_pages:
@@ -439,7 +437,7 @@ class Rerun:
                 )
             return pool
         raise JournalError(
-            f"there is no group {group!r}: the journal has {', '.join(p.group for p in pools)}"
+            f"there is no group {group!r}: the journal has {', '.join(p.group for p in _pools(core))}"
         )
 
     def _holder(self) -> int | None:
@@ -510,6 +508,10 @@ def _made(config: dict[str, Any], record: Record) -> KVAllocator:
         raise Cursor(record).wrong(
             f"its configuration makes no allocator ({type(error).__name__}: {error})"
         ) from None
+
+
+def _pools(core: Core) -> list[PagePool]:
+    return [core.pool] if core.side is None else [core.pool, core.side.pool]
 
 
 def _few(ids: Int64) -> str:
