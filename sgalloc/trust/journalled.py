@@ -115,7 +115,7 @@ class Journalled:
     def _noted(self, verb: Verb, method: Callable[..., Any]) -> Callable[..., Any]:
         log, polls, pool = self.log, self._polls, self._core.pool
         side = None if self._core.side is None else self._core.side.pool
-        writers = self._writers(verb)
+        writers, kind = self._writers(verb), verb.kind
         numbered, listed = verb.answer is Form.NUMBER, verb.answer is Form.IDS
         lists, matches = verb.name == "open_with_prefix", verb.name == "match"
 
@@ -149,8 +149,11 @@ class Journalled:
                 if side is not None:
                     parts.append(signed(side.free - self._side_free))
                     self._side_free = side.free
-                number = log.append(verb.kind, b"".join(parts))
-                self._counted(number, verb)
+                number = log.append(kind, b"".join(parts))
+                log.ring.append((number, kind, self._rows))
+                log.calls = calls = log.calls + 1
+                if not calls % DIGEST_EVERY:
+                    self._digest(whole=False)
                 return _found(result, number) if matches else result
             except Exception as error:
                 # The call went through; that it could not be written is no matter of the caller.
@@ -222,7 +225,8 @@ class Journalled:
         kwargs: dict[str, Any],
         refusal: BaseException,
     ) -> None:
-        if not self.log.open:
+        log = self.log
+        if not log.open:
             return
         self._rows = None
         name = text(type(refusal).__name__.encode())
@@ -238,9 +242,12 @@ class Journalled:
             flags |= POLLED
         try:
             head = bytes((flags,)) + (packed_bits(polls) if polls else b"") + name
-            self._counted(self.log.append(verb.kind, head + b"".join(parts)), verb)
+            log.ring.append((log.append(verb.kind, head + b"".join(parts)), verb.kind, self._rows))
+            log.calls += 1
+            if not log.calls % DIGEST_EVERY:
+                self._digest(whole=False)
         except Exception as error:
-            self.log.fail(error)
+            log.fail(error)
 
     def _decided_by_the_ledger(self, verb: Verb, refusal: BaseException) -> bool:
         """Whether a run again on a CPU, without ``out`` and events, has to be refused, too."""
@@ -253,17 +260,10 @@ class Journalled:
         alone = bool(device.updates) or device.capturing()
         return not (alone and type(refusal) is WrongState)
 
-    def _counted(self, number: int, verb: Verb) -> None:
-        log = self.log
-        log.ring.append((number, verb.kind, self._rows))
-        log.calls += 1
-        if not log.calls % DIGEST_EVERY:
-            self._digest(whole=False)
-            log.flush()
-
     def _digest(self, whole: bool) -> None:
         level = b"\x01" if whole else b"\x00"
         self.log.append(DIGEST, level + state_digest(self._core, whole))
+        self.log.flush()
 
     def _history(self, problem: str) -> str:
         """The last calls on the rows that have, or had, what ``problem`` names."""

@@ -223,6 +223,7 @@ class Reader:
     Attributes:
         torn: bytes of a last record that was not written to its end, once all are read.
         closed: whether the journal was closed, once all are read.
+        size: bytes of the file.
 
     Raises:
         JournalError: not a journal, or another version of one; while reading, damage, naming the
@@ -237,7 +238,7 @@ class Reader:
             self._file: BinaryIO = self.path.open("rb")
         except OSError as error:
             raise JournalError(f"journal {self.path} cannot be read ({error.strerror})") from None
-        self._size = os.fstat(self._file.fileno()).st_size
+        self.size = os.fstat(self._file.fileno()).st_size
         begin = self._file.read(len(MAGIC) + 1)
         if begin[: len(MAGIC)] != MAGIC or len(begin) == len(MAGIC):
             self._file.close()
@@ -258,8 +259,8 @@ class Reader:
     def _records(self) -> Iterator[Record]:
         number = check = 0
         offset = len(MAGIC) + 1
-        while offset < self._size:
-            left = self._size - offset
+        while offset < self.size:
+            left = self.size - offset
             head = self._file.read(_HEAD.size)
             if len(head) < _HEAD.size:
                 break
@@ -282,7 +283,7 @@ class Reader:
             yield Record(number, kind, payload, offset)
             number += 1
             offset += whole
-        self.torn = self._size - offset
+        self.torn = self.size - offset
 
     def _damaged(self, number: int, offset: int, byte: int, problem: str) -> JournalError:
         return JournalError(

@@ -148,6 +148,16 @@ class Rerun:
         return self._reader.torn
 
     @property
+    def size(self) -> int:
+        """Bytes of the journal."""
+        return self._reader.size
+
+    @property
+    def offset(self) -> int:
+        """Where the record that was run last begins, in bytes."""
+        return self._record.offset
+
+    @property
     def closed(self) -> bool:
         """Whether the journal was closed."""
         return self._reader.closed
@@ -436,9 +446,8 @@ class Rerun:
                     f"row {watch.row} does not exist: there are 1..{core.ledger.max_requests}"
                 )
             return pool
-        raise JournalError(
-            f"there is no group {group!r}: the journal has {', '.join(p.group for p in _pools(core))}"
-        )
+        have = " and ".join(repr(pool.group) for pool in _pools(core))
+        raise JournalError(f"there is no group {group!r}: the journal has {have}")
 
     def _holder(self) -> int | None:
         page = self._watch.page
