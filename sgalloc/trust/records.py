@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from binascii import crc_hqx
 from collections.abc import Iterator, Sequence
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from struct import Struct
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -234,55 +235,50 @@ class Reader:
         self.path = Path(path)
         self.torn = 0
         self.closed = False
+        self._data: mmap | bytes = b""
         try:
-            self._file: BinaryIO = self.path.open("rb")
-        except OSError as error:
-            raise JournalError(f"journal {self.path} cannot be read ({error.strerror})") from None
-        self.size = os.fstat(self._file.fileno()).st_size
-        begin = self._file.read(len(MAGIC) + 1)
+            with self.path.open("rb") as file:
+                self.size = os.fstat(file.fileno()).st_size
+                if self.size:
+                    self._data = mmap(file.fileno(), self.size, access=ACCESS_READ)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise JournalError(f"journal {self.path} cannot be read ({reason})") from None
+        begin = self._data[: len(MAGIC) + 1]
         if begin[: len(MAGIC)] != MAGIC or len(begin) == len(MAGIC):
-            self._file.close()
             raise JournalError(
                 f"{self.path} is no journal: it does not begin with {MAGIC.decode().strip()!r}"
             )
         if begin[-1] != VERSION:
-            self._file.close()
             raise JournalError(
                 f"{self.path} is a journal of version {begin[-1]}, and this release reads "
                 f"version {VERSION}: read it with the release that wrote it"
             )
 
     def __iter__(self) -> Iterator[Record]:
-        with self._file:
-            yield from self._records()
-
-    def _records(self) -> Iterator[Record]:
         number = check = 0
         offset = len(MAGIC) + 1
         while offset < self.size:
-            left = self.size - offset
-            head = self._file.read(_HEAD.size)
-            if len(head) < _HEAD.size:
+            begin = offset + _HEAD.size
+            if begin > self.size:
                 break
+            head = self._data[offset:begin]
             length, kind, proof = _HEAD.unpack(head)
             if crc_hqx(head[: _START.size], 0) != proof:
                 raise self._damaged(number, offset, offset, "the check of its length is wrong")
-            whole = _HEAD.size + length + _CHECK.size
-            if whole > left:
+            end = begin + length + _CHECK.size
+            if end > self.size:
                 break
-            payload = self._file.read(length)
-            end = self._file.read(_CHECK.size)
+            payload = self._data[begin : begin + length]
             check = crc32(payload, crc32(head, check))
-            if end != _CHECK.pack(check):
-                raise self._damaged(
-                    number, offset, offset + _HEAD.size, f"its {length} bytes fail their check"
-                )
+            if self._data[begin + length : end] != _CHECK.pack(check):
+                raise self._damaged(number, offset, begin, f"its {length} bytes fail their check")
             if self.closed:
                 raise self._damaged(number, offset, offset, "the journal was closed before it")
             self.closed = kind == CLOSED
             yield Record(number, kind, payload, offset)
             number += 1
-            offset += whole
+            offset = end
         self.torn = self.size - offset
 
     def _damaged(self, number: int, offset: int, byte: int, problem: str) -> JournalError:

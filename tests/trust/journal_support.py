@@ -119,7 +119,7 @@ def busy(path: Path, close: bool = True) -> sgalloc.KVAllocator:
     for step in range(4):
         alloc.reserve(batch, 5)
         alloc.commit(batch, [step % 2, 3])
-    for refused in (lambda: alloc.extend(second, 48), lambda: alloc.release(int(first[0]))):
+    for refused in (lambda: alloc.extend(second, 49), lambda: alloc.release(int(first[0]))):
         with suppress(sgalloc.AllocError):
             refused()
     event.over = True
