@@ -127,21 +127,31 @@ class Journalled:
                 polls.clear()
             if lists and args:
                 args = (_listed(args[0]), *args[1:])
+            # Before the call, which may write what it was given: ``out`` may be the same memory.
+            parts, problem, self._rows = [_PLAIN], None, None
+            try:
+                given = len(args)
+                for at, name, default, write in writers:
+                    parts.append(write(args[at] if at < given else kwargs.get(name, default)))
+            except Exception as error:
+                problem = error
+            rows = self._rows
             try:
                 result = method(*args, **kwargs)
             except BaseException as refusal:
-                self._refused(verb, writers, args, kwargs, refusal)
+                self._refused(verb, None if problem is not None else parts, rows, refusal)
                 raise
             try:
-                self._rows = None
-                parts = [_POLLED + packed_bits(polls) if polls else _PLAIN]
-                _arguments(parts, writers, args, kwargs)
+                if problem is not None:
+                    raise problem
+                if polls:
+                    parts[0] = _POLLED + packed_bits(polls)
                 if numbered:
                     parts.append(signed(verb.says(result)))
                 elif listed:
                     parts.append(ints(result))
-                    if self._rows is None:
-                        self._rows = result & _ROW_MASK
+                    if rows is None:
+                        rows = result & _ROW_MASK
                 # How many pages are free, as a change since the last call that went through.
                 free = pool.free
                 parts.append(signed(free - self._free))
@@ -150,7 +160,7 @@ class Journalled:
                     parts.append(signed(side.free - self._side_free))
                     self._side_free = side.free
                 number = log.append(kind, b"".join(parts))
-                log.ring.append((number, kind, self._rows))
+                log.ring.append((number, kind, rows))
                 log.calls = calls = log.calls + 1
                 if not calls % DIGEST_EVERY:
                     self._digest(whole=False)
@@ -220,29 +230,23 @@ class Journalled:
     def _refused(
         self,
         verb: Verb,
-        writers: list[_Writer],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        parts: list[bytes] | None,
+        rows: Int64 | None,
         refusal: BaseException,
     ) -> None:
-        log = self.log
+        """Write a call that has changed nothing; without ``parts`` the refusal alone is kept."""
+        log, polls = self.log, self._polls
         if not log.open:
             return
-        self._rows = None
-        name = text(type(refusal).__name__.encode())
-        flags, parts = REFUSED, [b""]
-        if self._decided_by_the_ledger(verb, refusal):
-            try:
-                _arguments(parts, writers, args, kwargs)
-                flags |= ARGUMENTS
-            except Exception:
-                parts = [b""]  # so odd that the refusal alone is kept
-        polls = self._polls
-        if polls:
-            flags |= POLLED
+        flags = REFUSED | (POLLED if polls else 0)
+        body = []
+        if parts is not None and self._decided_by_the_ledger(verb, refusal):
+            flags |= ARGUMENTS
+            body = parts[1:]
         try:
+            name = text(type(refusal).__name__.encode())
             head = bytes((flags,)) + (packed_bits(polls) if polls else b"") + name
-            log.ring.append((log.append(verb.kind, head + b"".join(parts)), verb.kind, self._rows))
+            log.ring.append((log.append(verb.kind, head + b"".join(body)), verb.kind, rows))
             log.calls += 1
             if not log.calls % DIGEST_EVERY:
                 self._digest(whole=False)
@@ -389,14 +393,6 @@ class Journalled:
 _NO_PARTS = bytes(5)
 _PLAIN = bytes((ARGUMENTS,))
 _POLLED = bytes((ARGUMENTS | POLLED,))
-
-
-def _arguments(
-    parts: list[bytes], writers: list[_Writer], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    given = len(args)
-    for at, name, default, write in writers:
-        parts.append(write(args[at] if at < given else kwargs.get(name, default)))
 
 
 def _found(match: Match, number: int) -> Found:
