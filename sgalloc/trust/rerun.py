@@ -18,8 +18,8 @@ from sgalloc.groups.sparse import Sparse
 from sgalloc.groups.window import SlidingWindow
 from sgalloc.inputs import Int64
 from sgalloc.pages import PagePool
-from sgalloc.prefix import Match
 from sgalloc.quarantine import Quarantine
+from sgalloc.trust.arguments import Arguments
 from sgalloc.trust.journal import state_digest
 from sgalloc.trust.records import (
     ARGUMENTS,
@@ -36,7 +36,7 @@ from sgalloc.trust.records import (
     Record,
     unpacked_bits,
 )
-from sgalloc.trust.verbs import BY_KIND, Argument, Form, Verb
+from sgalloc.trust.verbs import BY_KIND, Form, Verb
 
 _ROW_MASK = (1 << 32) - 1
 
@@ -127,15 +127,14 @@ class Rerun:
         self.config = _config(first)
         self.alloc = _made(self.config, first)
         self._core = self.alloc._core
-        self._batches: dict[int, Int64] = {}
-        self._matches: dict[int, Match] = {}
+        self._given = Arguments(self.alloc.page_size)
         self._free = {pool.group: pool.free for pool in _pools(self._core)}
         self._answers: deque[bool] = deque()
-        self._rows: Int64 = np.empty(0, np.int64)
         quarantine: Any = self._core.quarantine
         quarantine.settle = lambda: None
         quarantine.pending = self._pending
         self._watch = watch or Watch()
+        self._rows: Int64 = np.empty(0, np.int64)
         self._pool = self._watched_pool()
         self.touches: deque[Touch] = deque(maxlen=self._watch.most)
         self.records = 1
@@ -201,7 +200,7 @@ class Rerun:
     def _between(self, record: Record) -> None:
         cursor = Cursor(record)
         if record.kind == BATCH:
-            self._batches[record.number] = cursor.ints()
+            self._given.batches[record.number] = cursor.ints()
         elif record.kind == SETTLED:
             self._settle(cursor)
         elif record.kind == DIGEST:
@@ -245,12 +244,13 @@ class Rerun:
             self.unheard += 1
             self._touch(verb.name, refusal, False)
             return
-        arguments = [self._argument(part, cursor) for part in verb.arguments]
+        given = self._given.read(verb, cursor, _PENDING)
+        self._rows = self._given.rows
         self._answers = deque(answers)
         held = self._touching()
         before = self._holder()
         try:
-            result = self._do(verb, arguments)
+            result = self._do(verb, given)
         except (AllocError, ValueError, TypeError) as error:
             if isinstance(error, JournalError):
                 raise
@@ -266,23 +266,19 @@ class Rerun:
         if self._answers:
             raise self._differs(verb.name, f"{len(self._answers)} more events were asked than here")
         if verb.name == "match":
-            self._matches[self._record.number] = result
+            self._given.matches[self._record.number] = result
         self._touch(verb.name, "", held or self._touching() or self._holder() != before)
 
-    def _do(self, verb: Verb, arguments: list[Any]) -> Any:
+    def _do(self, verb: Verb, given: dict[str, Any]) -> Any:
         if verb.name == "apply":
-            plan = self.alloc.plan(**arguments[0][0])
-            if arguments[0][1]:
+            parts, counts_step = given["plan"]
+            plan = self.alloc.plan(**parts)
+            if counts_step:
                 plan.count_step()
             return self.alloc.apply(plan)
+        if verb.name in ("extend", "decode", "reserve"):
+            del given["after"]  # what a write waits for changes nothing on the host
         target = self.alloc.prefix if verb.of_cache else self.alloc
-        given = {
-            argument.name: value
-            for argument, value in zip(verb.arguments, arguments, strict=True)
-            if argument.form is not None
-        }
-        if verb.answer is Form.NUMBER and verb.name in ("extend", "decode", "reserve"):
-            given.pop("after", None)  # what a write waits for changes nothing on the host
         return getattr(target, verb.name)(**given)
 
     def _heard(self, verb: Verb, refusal: str, error: Exception) -> None:
@@ -339,96 +335,6 @@ class Rerun:
             record.number,
         )
 
-    # -- arguments -------------------------------------------------------------------------
-
-    def _argument(self, argument: Argument, cursor: Cursor) -> Any:
-        return None if argument.form is None else _READERS[argument.form](self, cursor)
-
-    def _handles(self, cursor: Cursor) -> Int64:
-        if cursor.choice(2):
-            found = cursor.ints()
-        else:
-            number = cursor.varint()
-            if number not in self._batches:
-                raise cursor.wrong(f"record {number} is no batch before it")
-            found = self._batches[number]
-        self._rows = found & _ROW_MASK
-        return found
-
-    def _counts(self, cursor: Cursor) -> int | Int64 | None:
-        form = cursor.choice(3)
-        if form == 2:
-            return None
-        return cursor.ints() if form else cursor.varint()
-
-    def _number(self, cursor: Cursor) -> int:
-        return cursor.signed()
-
-    def _flag(self, cursor: Cursor) -> bool:
-        return cursor.flag()
-
-    def _event(self, cursor: Cursor) -> Any:
-        return _PENDING if cursor.flag() else None
-
-    def _name(self, cursor: Cursor) -> Any:
-        form = cursor.choice(4)
-        if not form:
-            return None
-        if form == 3:
-            return cursor.signed()
-        read = cursor.text()
-        return read if form == 2 else read.decode("utf-8", "surrogatepass")
-
-    def _matches_of(self, cursor: Cursor) -> Any:
-        form = cursor.choice(3)
-        if not form:
-            return None
-        if form == 1:
-            return self._match_of(cursor, cursor.varint())
-        return [self._match_of(cursor, number) for number in cursor.ints().tolist()]
-
-    def _match_of(self, cursor: Cursor, number: int) -> Match | None:
-        if not number:
-            return None
-        if number not in self._matches:
-            raise cursor.wrong(f"record {number} is no match before it")
-        return self._matches[number]
-
-    def _prompt(self, cursor: Cursor) -> Int64:
-        """One token, over and over, for each distinct page: only whole pages are compared."""
-        return cursor.words(cursor.varint()).view(np.int64).repeat(self.alloc.page_size)
-
-    def _prompts(self, cursor: Cursor) -> Any:
-        if not cursor.flag():
-            return None
-        return [self._prompt(cursor) if cursor.flag() else None for _ in range(cursor.varint())]
-
-    def _positions(self, cursor: Cursor) -> list[Int64]:
-        lens, positions = cursor.ints(), cursor.ints()
-        return np.split(positions, lens.cumsum()[:-1]) if lens.size else []
-
-    def _times(self, cursor: Cursor) -> Any:
-        try:
-            return json.loads(cursor.text())
-        except ValueError:
-            raise cursor.wrong("its points in time are no JSON") from None
-
-    def _plan(self, cursor: Cursor) -> tuple[dict[str, Any], bool]:
-        given: dict[str, Any] = {}
-        rows = []
-        for name in ("extend", "decode", "reserve"):
-            if cursor.flag():
-                given[name] = (self._handles(cursor), self._counts(cursor))
-                rows.append(self._rows)
-        if rows:
-            self._rows = np.concatenate(rows)
-        given["evict_window"] = cursor.flag()
-        given["logical_only"] = cursor.flag()
-        return given, cursor.flag()
-
-    def _ids(self, cursor: Cursor) -> Int64:
-        return cursor.ints()
-
     # -- watching --------------------------------------------------------------------------
 
     def _watched_pool(self) -> Any:
@@ -467,12 +373,6 @@ class Rerun:
         if touched or (self._watch.row is not None and self._touching()):
             entry = Touch(self._record.number, verb, self._rows, refusal, self._holder())
             self.touches.append(entry)
-
-
-_READERS: dict[Form, Callable[[Rerun, Cursor], Any]] = {
-    form: getattr(Rerun, "_matches_of" if form is Form.MATCHES else f"_{form.name.lower()}")
-    for form in Form
-}
 
 
 def rerun(

@@ -141,6 +141,9 @@ def test_every_form_in_which_arguments_come(tmp_path: Path) -> None:
         alloc.extend(x=handle, lengths=np.int32(9))
         alloc.decode([handle], tokens=(1,), out=np.empty(1, np.int32))
         alloc.reserve(np.array([handle]), np.array([3], np.uint8), rounding="host")
+        same = np.array([1])
+        alloc.decode(handle, same, out=same)
+        assert same.tolist() != [1], "what was given is overwritten by the call"
         alloc.commit(range(handle, handle + 1), accepted=[2])
         alloc.compact(handle, [])
         alloc.trim(handle, lengths=np.array(8))
