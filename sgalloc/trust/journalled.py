@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
@@ -40,6 +41,9 @@ from sgalloc.trust.verbs import VERBS, Form, Verb
 
 _ROW_MASK = (1 << 32) - 1
 _BATCHES = 16
+# What the messages of the laws call a row, and a page id (and not the number of a page in a row).
+_ROW = re.compile(r"(?:\brow |_table\[|req_to_token\[)(\d+)")
+_PAGE = re.compile(r"\bpage (\d+)\b(?! of row)")
 _INT64 = np.dtype(np.int64)
 _Writer: TypeAlias = tuple[int, str, Any, Callable[[Any], bytes]]
 
@@ -127,6 +131,8 @@ class Journalled:
                 polls.clear()
             if lists and args:
                 args = (_listed(args[0]), *args[1:])
+            elif lists:
+                kwargs = {name: _listed(value) for name, value in kwargs.items()}
             # Before the call, which may write what it was given: ``out`` may be the same memory.
             parts, problem, self._rows = [_PLAIN], None, None
             try:
@@ -272,8 +278,8 @@ class Journalled:
     def _history(self, problem: str) -> str:
         """The last calls on the rows that have, or had, what ``problem`` names."""
         ledger = self._core.ledger
-        rows = _numbers(problem, "row") + _numbers(problem, "req_to_token[")
-        for page in _numbers(problem, "page"):
+        rows = _numbers(problem, _ROW)
+        for page in _numbers(problem, _PAGE):
             # Lists are stale from A on: who had the page stands there still.
             rows += (ledger.pages == page).any(axis=1).nonzero()[0].tolist()
         named = np.unique(np.array(rows, np.int64))
@@ -435,14 +441,5 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value.item()
 
 
-def _numbers(words: str, name: str) -> list[int]:
-    """The numbers that follow ``name`` in a message."""
-    found = []
-    for part in words.split(name)[1:]:
-        digits = ""
-        for sign in part.lstrip():
-            if not sign.isdigit():
-                break
-            digits += sign
-        found += [int(digits)] if digits else []
-    return found
+def _numbers(words: str, pattern: re.Pattern[str]) -> list[int]:
+    return [int(found) for found in pattern.findall(words)]

@@ -151,6 +151,7 @@ def test_every_form_in_which_arguments_come(tmp_path: Path) -> None:
         alloc.release(handle, tokens=range(9))
     found = alloc.open_with_prefix(alloc.prefix.match(range(k)) for k in (4, 9, 3))
     assert alloc.committed(found).tolist() == [4, 8, 0]
+    alloc.release(alloc.open_with_prefix(matches=iter([alloc.prefix.match(range(4))])))
     match = alloc.prefix.match(tokens=np.arange(8))
     more = alloc.preallocate(
         (9, 10), np.array([1, 2]), [match, None], [np.float32(1.5), np.int64(4)]
