@@ -100,7 +100,7 @@ class Journalled:
             target = core.prefix if verb.of_cache else alloc
             if target is not None:
                 setattr(target, name, self._noted(verb, getattr(target, name)))
-        alloc._apply_through = self._noted(VERBS["apply"], alloc._apply_through)
+        alloc._apply_through = self._noted(VERBS["apply"], _returning_plan(alloc._apply_through))
         alloc.plan = self._remembering(alloc.plan)
         alloc.check = self._explaining(alloc.check)
         quarantine: Any = core.quarantine
@@ -399,6 +399,16 @@ class Journalled:
 _NO_PARTS = bytes(5)
 _PLAIN = bytes((ARGUMENTS,))
 _POLLED = bytes((ARGUMENTS | POLLED,))
+
+
+def _returning_plan(staged: Callable[[Plan, Any], None]) -> Callable[[Plan, Any], Plan]:
+    """A plan that is staged for a graph, as a call that returns it."""
+
+    def call(plan: Plan, writer: Any) -> Plan:
+        staged(plan, writer)
+        return plan
+
+    return call
 
 
 def _found(match: Match, number: int) -> Found:
