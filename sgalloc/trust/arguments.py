@@ -10,7 +10,7 @@ import numpy as np
 
 from sgalloc.inputs import Int64
 from sgalloc.prefix import Match
-from sgalloc.trust.records import Cursor
+from sgalloc.trust.records import Cursor, JournalError
 from sgalloc.trust.verbs import Form, Verb
 
 _ROW_MASK = (1 << 32) - 1
@@ -46,7 +46,12 @@ class Arguments:
             if argument.form is Form.EVENT:
                 found[argument.name] = event if cursor.flag() else None
             elif argument.form is not None:
-                found[argument.name] = _READERS[argument.form](self, cursor)
+                try:
+                    found[argument.name] = _READERS[argument.form](self, cursor)
+                except JournalError:
+                    raise
+                except (ValueError, TypeError, OverflowError) as error:
+                    raise cursor.wrong(f"{argument.name} cannot be read ({error})") from None
         return found
 
     def _handles(self, cursor: Cursor) -> Int64:

@@ -251,9 +251,9 @@ class Rerun:
         before = self._holder()
         try:
             result = self._do(verb, given)
-        except (AllocError, ValueError, TypeError) as error:
-            if isinstance(error, JournalError):
-                raise
+        except JournalError:
+            raise
+        except Exception as error:
             self._heard(verb, refusal, error)
             cursor.end()
             self._touch(verb.name, refusal, held)

@@ -232,10 +232,11 @@ def test_each_altered_call_is_named(tmp_path: Path) -> None:
     records = list(Reader(path))
     named: Counter[str] = Counter()
     silent = []
-    for record in records[1:]:
-        for at in range(len(record.payload)):
+    places = [(r, at) for r in records[1:] for at in range(len(r.payload))]
+    for bits in (0x01, 0x80, 0xFF):
+        for record, at in places:
             payload = bytearray(record.payload)
-            payload[at] ^= 1
+            payload[at] ^= bits
             written(other, changed(records, record.number, bytes(payload)))
             try:
                 rerun(other)
@@ -243,7 +244,7 @@ def test_each_altered_call_is_named(tmp_path: Path) -> None:
                 assert difference.record >= record.number
                 assert f"record {difference.record} (" in str(difference)
                 named["here" if difference.record == record.number else "later"] += 1
-            except (JournalError, sgalloc.AllocError, ValueError):
+            except JournalError:
                 named["unreadable"] += 1
             else:
                 silent.append((record.number, at))
