@@ -24,7 +24,8 @@ from sgalloc.pages import PagePool
 from sgalloc.plan import Covering, Plan, mixed_plan
 from sgalloc.prefix import Match
 from sgalloc.receiving import Receiving
-from sgalloc.trust.journalled import Journalled, Planned, config_of
+from sgalloc.trust.journal import config_of
+from sgalloc.trust.journalled import Journalled, Planned
 
 if TYPE_CHECKING:
     from sgalloc.device.captured import CapturedUpdate
@@ -76,7 +77,8 @@ class KVAllocator(Receiving):
     per request. A call that raises has changed nothing.
 
     Raises:
-        TypeError, ValueError: a configuration that cannot be served, naming the field.
+        TypeError, ValueError: a configuration that cannot be served, naming the field; a journal
+            that cannot be made.
     """
 
     def __init__(

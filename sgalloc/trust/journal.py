@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections import deque
+from fractions import Fraction
 from hashlib import blake2b
 from typing import Any
 
@@ -196,6 +197,29 @@ def _close_quietly(sink: Sink) -> None:
         sink.close()
     except OSError as error:
         _log.error("journal %s was not written to its end: %s", sink.path, error)
+
+
+def config_of(alloc: Any, window: Any, sparse: Any, prefix_cache: bool) -> dict[str, Any]:
+    """How ``alloc`` was made, as plain values."""
+    found: dict[str, Any] = {
+        "num_pages": alloc.num_pages,
+        "page_size": alloc.page_size,
+        "max_requests": alloc.max_requests,
+        "row_width": alloc.row_width,
+        "prefix_cache": prefix_cache,
+        "device": alloc.device,
+    }
+    if window is not None:
+        names = ("tokens", "num_pages", "slot_map", "evict_every")
+        found["window"] = {name: getattr(window, name) for name in names}
+    if sparse is not None:
+        ratio = sparse.ratio
+        found["sparse"] = {
+            "ratio": str(ratio) if isinstance(ratio, Fraction) else ratio,
+            "device_buffer": sparse.device_buffer,
+            "draft_scratch": sparse.draft_scratch,
+        }
+    return found
 
 
 def state_digest(core: Core, whole: bool) -> bytes:

@@ -7,7 +7,6 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from fractions import Fraction
 from functools import wraps
 from typing import Any, TypeAlias
 
@@ -93,7 +92,7 @@ class Journalled:
     def wrap(self, alloc: Any, core: Core) -> None:
         """Let every verb of ``alloc`` that changes the ledger be written."""
         self._core = core
-        self._free = core.pool.free
+        self._free, self._next = core.pool.free, 1
         self._side_free = 0 if core.side is None else core.side.pool.free
         self._hashes = PageHashes(core.ledger.page_size)
         for name, verb in VERBS.items():
@@ -118,6 +117,7 @@ class Journalled:
 
     def _noted(self, verb: Verb, method: Callable[..., Any]) -> Callable[..., Any]:
         log, polls, pool = self.log, self._polls, self._core.pool
+        ids = pool._stack
         side = None if self._core.side is None else self._core.side.pool
         writers, kind = self._writers(verb), verb.kind
         numbered, listed = verb.answer is Form.NUMBER, verb.answer is Form.IDS
@@ -158,10 +158,14 @@ class Journalled:
                     parts.append(ints(result))
                     if rows is None:
                         rows = result & _ROW_MASK
-                # How many pages are free, as a change since the last call that went through.
+                # How many pages are free, and which is next, as changes since the last call.
                 free = pool.free
-                parts.append(signed(free - self._free))
-                self._free = free
+                following = ids.item(free - 1) if free else 0
+                if free == self._free and following == self._next:
+                    parts.append(_UNCHANGED)
+                else:
+                    parts.append(signed(free - self._free) + signed(following - self._next))
+                    self._free, self._next = free, following
                 if side is not None:
                     parts.append(signed(side.free - self._side_free))
                     self._side_free = side.free
@@ -397,6 +401,7 @@ class Journalled:
 
 
 _NO_PARTS = bytes(5)
+_UNCHANGED = bytes(2)
 _PLAIN = bytes((ARGUMENTS,))
 _POLLED = bytes((ARGUMENTS | POLLED,))
 
@@ -414,29 +419,6 @@ def _returning_plan(staged: Callable[[Plan, Any], None]) -> Callable[[Plan, Any]
 def _found(match: Match, number: int) -> Found:
     found = Found(match._tree, match._node, match.length, match.pages, match.namespace)
     found.number = number
-    return found
-
-
-def config_of(alloc: Any, window: Any, sparse: Any, prefix_cache: bool) -> dict[str, Any]:
-    """How ``alloc`` was made, as plain values."""
-    found: dict[str, Any] = {
-        "num_pages": alloc.num_pages,
-        "page_size": alloc.page_size,
-        "max_requests": alloc.max_requests,
-        "row_width": alloc.row_width,
-        "prefix_cache": prefix_cache,
-        "device": alloc.device,
-    }
-    if window is not None:
-        names = ("tokens", "num_pages", "slot_map", "evict_every")
-        found["window"] = {name: getattr(window, name) for name in names}
-    if sparse is not None:
-        ratio = sparse.ratio
-        found["sparse"] = {
-            "ratio": str(ratio) if isinstance(ratio, Fraction) else ratio,
-            "device_buffer": sparse.device_buffer,
-            "draft_scratch": sparse.draft_scratch,
-        }
     return found
 
 

@@ -128,6 +128,7 @@ class Rerun:
         self.alloc = _made(self.config, first)
         self._core = self.alloc._core
         self._given = Arguments(self.alloc.page_size)
+        self._next = 1
         self._free = {pool.group: pool.free for pool in _pools(self._core)}
         self._answers: deque[bool] = deque()
         quarantine: Any = self._core.quarantine
@@ -311,6 +312,13 @@ class Rerun:
                     f"it left {left} pages of group '{pool.group}' free, and here {pool.free}",
                 )
             self._free[pool.group] = left
+            if pool is self._core.pool:
+                found = int(pool.head(1)[0]) if left else 0
+                self._next += cursor.signed()
+                if self._next != found:
+                    raise self._differs(
+                        verb.name, f"page {self._next} was next to go out, and here {found}"
+                    )
         cursor.end()
 
     def _check(self) -> None:

@@ -259,9 +259,10 @@ def test_each_altered_call_is_named(tmp_path: Path) -> None:
         }, (verb, number, at)  # fmt: skip
 
 
+@pytest.mark.parametrize("fault", ["an id is lost", "ids change places"])
 @pytest.mark.parametrize("verb", ["extend", "commit", "reserve", "open", "preallocate"])
 def test_a_fault_of_the_allocator_is_named_by_its_first_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, fault: str
 ) -> None:
     """Where the run again hands out other ids, the record is the one in which it begins."""
     path = tmp_path / "whole"
@@ -270,10 +271,10 @@ def test_a_fault_of_the_allocator_is_named_by_its_first_record(
     real = getattr(sgalloc.KVAllocator, verb)
 
     def faulty(alloc: sgalloc.KVAllocator, *args: Any, **kwargs: Any) -> Any:
-        # An id is lost before the first such call.
-        if alloc._core.pool.free == alloc._core.pool._stack[: alloc._core.pool.free].size:
-            alloc._core.pool.free -= 1
-            alloc._core.pool.num_pages += 0
+        alloc._core.pool.free -= fault == "an id is lost"
+        if fault == "ids change places":
+            stack, free = alloc._core.pool._stack, alloc._core.pool.free
+            stack[:free] = stack[:free][::-1].copy()
         return real(alloc, *args, **kwargs)
 
     monkeypatch.setattr(sgalloc.KVAllocator, verb, faulty)
@@ -497,6 +498,8 @@ def test_a_step_costs_the_same_few_calls_for_every_batch(tmp_path: Path) -> None
             costs.append((more["call"], more["c_call"], more["numpy"]))
         assert "commit" not in vars(plain) and "commit" in vars(noted)
         assert plain._make_plan is sgalloc.allocator.Plan, "without a journal nothing is wrapped"
-    assert costs[:2] == costs[4:] or max(c[0] for c in costs) <= 16, costs
-    assert max(c[0] for c in costs) <= 16 and max(c[1] for c in costs) <= 30, costs
-    assert max(c[2] for c in costs) <= 8, costs
+    reserves, commits = costs[::2], costs[1::2]
+    assert len(set(reserves)) == 1, "whatever the batch"
+    # Python functions, C functions, and methods of NumPy arrays among these, past the plain call.
+    assert all(calls <= 13 and inside <= 20 and numpy <= 1 for calls, inside, numpy in reserves)
+    assert all(calls <= 11 and inside <= 25 and numpy <= 7 for calls, inside, numpy in commits)
