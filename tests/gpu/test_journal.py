@@ -52,6 +52,7 @@ def test_a_reserve_that_the_device_rounds(tmp_path: Path) -> None:
         for step in range(6):
             alloc.reserve(batch, np.arange(8) % 3 + 5, rounding=rounding)
             alloc.commit(batch, step % 2 + 1)
+        alloc.check(device=True)
         alloc.close_journal()
         files.append([(r.kind, r.payload) for r in Reader(path)])
         assert rerun(path).alloc.committed(batch.handles).tolist() == [9] * 8
