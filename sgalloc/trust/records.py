@@ -204,6 +204,10 @@ class Cursor:
         raw = np.frombuffer(self.take(8 * count), np.dtype("<u8"))
         return raw.astype(np.uint64)
 
+    def rest(self) -> bytes:
+        """All that is left."""
+        return self.take(len(self._data) - self._at)
+
     def end(self) -> None:
         """Nothing is left."""
         if self._at != len(self._data):
