@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from sgalloc.pages import PagePool
 from sgalloc.plan import Covering, Plan, mixed_plan
 from sgalloc.prefix import Match
 from sgalloc.receiving import Receiving
+from sgalloc.trust.journal import config_of
+from sgalloc.trust.journalled import Journalled, Planned
 from sgalloc.trust.snapshot import restore
 
 if TYPE_CHECKING:
@@ -68,12 +71,14 @@ class KVAllocator(Receiving):
             its own.
         reader: the stream that reads the table, where that is another one.
         page_table: whether to keep page ids on the device, too, as `page_table`.
+        journal: a file, not there yet, that every call which changes the ledger is written to.
 
     Handles may be one int, a sequence, an array or a `Batch`; lengths one int for all or one
     per request. A call that raises has changed nothing.
 
     Raises:
-        TypeError, ValueError: a configuration that cannot be served, naming the field.
+        TypeError, ValueError: a configuration that cannot be served, naming the field; a journal
+            that cannot be made.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class KVAllocator(Receiving):
         stream: Any = None,
         reader: Any = None,
         page_table: bool = False,
+        journal: str | PathLike[str] | None = None,
     ) -> None:
         self.num_pages = whole_number(num_pages, "num_pages", 1, _MAX_SLOT)
         self.page_size = whole_number(page_size, "page_size", 1, _MAX_SLOT)
@@ -149,9 +155,14 @@ class KVAllocator(Receiving):
         elif sparse is not None:
             side = DevicePages(ledger, sparse, self.num_pages)
         self._core = Core.build(ledger, pool, table, prefix_cache, self._count, side)
-        self._make_plan = Plan
+        self._make_plan = Plan if journal is None else Planned
         if ranges.listening():
             self._listen(pool)
+        self._journal: Journalled | None = None
+        if journal is not None:
+            config = config_of(self, window, sparse, prefix_cache)
+            self._journal = Journalled(journal, config)
+            self._journal.wrap(self, self._core)
 
     @classmethod
     def restore(
@@ -428,6 +439,15 @@ class KVAllocator(Receiving):
             whole_number(max_pages, "max_pages", 1)
         self._ledger.warm()
         self._core.device.warm(max_pages)
+
+    def close_journal(self) -> None:
+        """Write the journal to its end, and close it; the allocator goes on without one.
+
+        Raises:
+            JournalError: the journal had ended early.
+        """
+        if self._journal is not None:
+            self._journal.close()
 
     # -- inside ----------------------------------------------------------------------------
 

@@ -74,6 +74,12 @@ def test_the_page_on_trust_names_every_section() -> None:
     assert [name for name in sections if f"`{name}`" not in text] == []
 
 
+def test_the_page_on_the_journal_runs() -> None:
+    names = run_blocks(ROOT / "docs" / "journal.md")
+    assert names["run"].digests == 1 and names["run"].refused == 1  # type: ignore[attr-defined]
+    assert names["before"].records == 10  # type: ignore[attr-defined]
+
+
 def test_every_file_that_the_pages_name_is_there() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         text = page.read_text(encoding="utf-8")

@@ -50,6 +50,7 @@ FLOORS = {
     "sgalloc.pins": 3,
     "sgalloc.extents": 2,
     "sgalloc.trust": 3,
+    "sgalloc.trust.rerun": 5,
     "sgalloc.interop": 3,
     "sgalloc.distributed": 3,
     "sgalloc.metrics": 3,

@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sgalloc.commands.replay_journal import replayed_journal
 from sgalloc.commands.replay_options import options_of, pages_of, prefix_cache_of, refuse_idle
 from sgalloc.errors import AllocError
 from sgalloc.replay.acceptance import PRESETS
@@ -152,13 +153,29 @@ _OPTION_OF = {
 @click.option("--abort-rate", type=float, default=0.0, show_default=True, help="Share aborted.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--device", default="auto", show_default=True, help="Where the table lives.")
-@click.option("--check", "check_every", type=int, default=0, help="Check both laws every N steps.")
+@click.option(
+    "--check",
+    "--check-every",
+    "check_every",
+    type=int,
+    default=0,
+    help="Check both laws every N steps; of a journal, every N calls.",
+)
 @click.option(
     "--cache-only",
     is_flag=True,
     help="Feed only the prefix cache, in file order, one page a block; reports the hit rate.",
 )
 @click.option("--share-partial", is_flag=True, help="With --cache-only: cache partial blocks, too.")
+@click.option(
+    "--journal",
+    type=click.Path(path_type=Path),
+    help="Run this journal of an allocator again, in place of traffic.",
+)
+@click.option("--until", type=click.IntRange(1), help="With --journal: stop before this record.")
+@click.option("--page", type=click.IntRange(1), help="With --journal: last calls of this page.")
+@click.option("--row", type=click.IntRange(1), help="With --journal: last calls of this row.")
+@click.option("--group", help="With --page: the group of the page.  [default: the main one]")
 @click.option(
     "--report",
     type=click.Path(path_type=Path),
@@ -171,8 +188,13 @@ def replay(**given: Any) -> None:
     retracted under pressure and resume; at the end every page and row must be back. Ctrl-C ends
     the run with the report so far. The exit status is 1 where a law was broken, 2 for bad usage,
     130 where it was interrupted before the run.
+
+    With --journal FILE the calls of a journal are run again on the CPU, and the exit status is 1
+    where one of them differs.
     """
     try:
+        if replayed_journal(click.get_current_context(), given):
+            return
         refuse_idle(given)
         given["prefix_cache"] = prefix_cache_of(given)
         workload = _workload(given)

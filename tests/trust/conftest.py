@@ -1,7 +1,7 @@
-"""What every test of snapshots and digests needs."""
+"""What every test of trust needs."""
 
 from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("trust.walk")
+pytest.register_assert_rewrite("trust.walk", "trust.journal_support")
