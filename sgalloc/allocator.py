@@ -465,9 +465,9 @@ class KVAllocator(Receiving):
         self,
         x: Any,
         reserve: Any,
-        out: Any,
-        after: Any,
-        rounds_from: int,
+        out: Any = None,
+        after: Any = None,
+        rounds_from: int = _NEVER,
         evict: bool = False,
         counts_step: bool = False,
     ) -> Plan:

@@ -10,8 +10,6 @@ from sgalloc.inputs import shown
 from sgalloc.plan import Plan
 from sgalloc.sizing import SpecConfig, alloc_reserve_per_decode
 
-_NEVER = 1 << 62
-
 
 def asked(alloc: KVAllocator, spec: SpecConfig, algorithms: Sequence[str], reserve: Any) -> Any:
     """The reserve of a step: ``reserve``, or what ``spec`` asks for if None.
@@ -44,9 +42,8 @@ def prepared(alloc: KVAllocator, batch: Any, reserve: Any, out: Any, after: Any)
     Raises:
         RowTooNarrow, OutOfPages: it does not fit; nothing was evicted and no step counted.
     """
-    return alloc._reserve(
-        batch, reserve, out, after, _NEVER, evict=alloc.has_window, counts_step=True
-    )
+    evict = alloc.has_window
+    return alloc._reserve(batch, reserve, out, after, evict=evict, counts_step=True)
 
 
 def tokens_between(plan: Plan) -> int:

@@ -95,10 +95,11 @@ class Journalled:
         self._free, self._next = core.pool.free, 1
         self._side_free = 0 if core.side is None else core.side.pool.free
         self._hashes = PageHashes(core.ledger.page_size)
-        for name, verb in VERBS.items():
+        for verb in VERBS.values():
             target = core.prefix if verb.of_cache else alloc
             if target is not None:
-                setattr(target, name, self._noted(verb, getattr(target, name)))
+                method = getattr(target, verb.attribute)
+                setattr(target, verb.attribute, self._noted(verb, method))
         alloc._apply_through = self._noted(VERBS["apply"], _returning_plan(alloc._apply_through))
         alloc.plan = self._remembering(alloc.plan)
         alloc.check = self._explaining(alloc.check)

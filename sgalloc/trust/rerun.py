@@ -275,12 +275,12 @@ class Rerun:
             parts, counts_step = given["plan"]
             plan = self.alloc.plan(**parts)
             if counts_step:
-                plan.count_step()
+                plan.decoding = plan.rows
             return self.alloc.apply(plan)
         if verb.name in ("extend", "decode", "reserve"):
             del given["after"]  # what a write waits for changes nothing on the host
         target = self.alloc.prefix if verb.of_cache else self.alloc
-        return getattr(target, verb.name)(**given)
+        return getattr(target, verb.attribute)(**given)
 
     def _heard(self, verb: Verb, refusal: str, error: Exception) -> None:
         found = type(error).__name__

@@ -63,6 +63,11 @@ class Verb:
     says: Callable[[Any], Any] = lambda result: result
     of_cache: bool = False
 
+    @property
+    def attribute(self) -> str:
+        """The method that does it: of `reserve` the one that speculative steps go through, too."""
+        return "_reserve" if self.name == "reserve" else self.name
+
 
 def _new_pages(plan: Any) -> int:
     return int(plan.num_new_pages)
@@ -104,7 +109,15 @@ _VERBS: tuple[tuple[Any, ...], ...] = (
     ),
     (
         "reserve",
-        (_X, Argument("reserve", Form.COUNTS), _OUT, _AFTER, Argument("rounding", None, "auto")),
+        (
+            _X,
+            Argument("reserve", Form.COUNTS),
+            _OUT,
+            _AFTER,
+            Argument("rounds_from", None),
+            Argument("evict", Form.FLAG, False),
+            Argument("counts_step", Form.FLAG, False),
+        ),
         Form.NUMBER,
         _new_pages,
     ),
