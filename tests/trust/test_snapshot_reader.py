@@ -357,6 +357,34 @@ def moved(name: str) -> Any:
     return lie
 
 
+def given(one: str, other: str) -> Any:
+    """An id is moved from a section to another, so that the totals are right."""
+
+    def lie(parts: Parts) -> None:
+        ids = parts.sections[one]
+        parts.sections[one] = ids[:-1]
+        parts.sections[other] = np.append(parts.sections[other], ids[-1])
+
+    return lie
+
+
+def twice_received(parts: Parts) -> None:
+    """The live request to be received stands there twice."""
+    for name in list(parts.sections):
+        column = parts.sections[name]
+        if name.startswith("pin.") and column.size == 2:
+            parts.sections[name] = np.append(column, column[0])
+    acks = parts.sections["pin.acks"]
+    parts.sections["pin.acks"] = np.append(acks, acks[: parts.sections["pin.ack_count"][0]])
+
+
+def partly_committed(parts: Parts) -> None:
+    """The live request to be received has tokens of its own."""
+    row = int(parts.sections["row.receiving"].argmax())
+    parts.sections["row.committed"][row] = 3
+    parts.sections["pin.prefix"][0] = 3
+
+
 def acks_of(*acks: int) -> Any:
     """Who has acknowledged the two requests, each of three writers."""
 
@@ -393,6 +421,16 @@ LIES: list[tuple[str, Any, str]] = [
     ("plain", column("row.shared", 0, 1), "row.shared"),
     ("plain", header("high_water", 0, value=3), "high_water"),
     ("plain", header("high_water", 0, value=1000), "high_water"),
+    ("plain", given("page.free", "row.pages"), "section row.pages"),
+    ("plain", given("page.free", "pin.pages"), "section pin.pages"),
+    ("prefix cache", given("page.free", "tree.pages"), "section tree.pages"),
+    ("window, map, prefix", given("side.free", "tree.sides"), "section tree.sides"),
+    ("window", given("side.free", "window.pages"), "section window.pages"),
+    ("window", given("side.free", "pin.sides"), "section pin.sides"),
+    ("sparse", given("side.free", "device.pages"), "section device.pages"),
+    ("sparse", given("side.free", "device.scratch"), "section device.scratch"),
+    ("plain", twice_received, "have one handle"),
+    ("plain", partly_committed, "pin.prefix is not what is shared"),
     ("plain", column("row.open", 0, 0), "row.open"),
     ("plain", column("row.open", 1, 1), "does not ascend|row.open"),
     ("plain", column("row.free", 0, 0), "row.free"),
