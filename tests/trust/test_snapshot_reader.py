@@ -486,3 +486,25 @@ def test_a_lie_is_named(name: str, lie: Any, message: str) -> None:
     assert parts.joined() != data
     with pytest.raises(SnapshotError, match=message):
         restore(parts.joined())
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "field", "value"),
+    [
+        ("window", "window", "num_pages", 1 << 28),
+        ("sparse", "sparse", "ratio", ["int", hex(1 << 23)]),
+    ],
+)
+def test_a_second_group_cannot_ask_for_much_memory(
+    name: str, group: str, field: str, value: Any
+) -> None:
+    parts = Parts(make(name).snapshot())
+    parts.header["config"][group][field] = value
+    data = parts.joined()
+    tracemalloc.start()
+    try:
+        with pytest.raises(SnapshotError, match=r"names \d+ pages"):
+            sgalloc.KVAllocator.restore(data, "cpu")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
