@@ -27,12 +27,14 @@ from sgalloc.pins import Transfer
 from sgalloc.plan import Plan
 from sgalloc.prefix import Match
 from sgalloc.stats import Stats
+from sgalloc.trust.records import JournalError
 
 __all__ = [
     "AllocError",
     "Batch",
     "CommitPastExtent",
     "InsideSharedPage",
+    "JournalError",
     "KVAllocator",
     "LawViolation",
     "Match",
