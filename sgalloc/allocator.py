@@ -486,14 +486,8 @@ class KVAllocator(Receiving):
             writer = None
             if rows.size >= rounds_from and out is None:
                 writer = growing.round_on_device(self._core, rows, start, cur, tokens, after)
-            plan = self._make_plan(
-                self._ledger,
-                rows,
-                start,
-                cur,
-                start + tokens,
-                decoding=rows if counts_step else None,
-            )
+            steps = rows if counts_step else None
+            plan = self._make_plan(self._ledger, rows, start, cur, start + tokens, None, steps)
             if self._core.side is not None:
                 self._beside(plan, evict)
             growing.apply(self._core, plan, out, after, writer)
