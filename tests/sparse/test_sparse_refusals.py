@@ -202,7 +202,7 @@ class TestStates:
             (lambda a, h: a.scratch_pages([]), ValueError, "scratch_pages() takes one handle"),
             (lambda a, h: a.device_pages(h[4]), sgalloc.StaleHandle, "no open request"),
             (lambda a, h: a.decode(h[0], out=np.zeros(2, np.int32)), ValueError, "shape (1,)"),
-            (lambda a, h: a.decode(h[0], after=Query()), sgalloc.WrongState, "not done"),
+            (lambda a, h: a.decode(h[0], 4, after=Query()), sgalloc.WrongState, "not done"),
         ],
     )
     def test_refused_in_one_line_and_nothing_changes(
