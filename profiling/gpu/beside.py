@@ -19,7 +19,7 @@ _ROW_SLOTS, _TABLE_BYTES = 4096, 12_000_000_000
 
 
 class Siding:
-    """`assign_pages`: each of ``segments`` rows gets a page of both groups, or loses one of one.
+    """`assign_both`: each of ``segments`` rows gets a page of both groups, or loses one of one.
 
     The forms are ``"grows"``, which writes a page of the main group and of the second one, and
     ``"clears"``, which clears pages of the second alone; with ``", map"`` the map, too.
@@ -109,7 +109,7 @@ class Siding:
             tile = tile or geometry.tile_for(pages)
             work = self._count * max(1, self._size // 4)
             blocks = blocks or geometry.blocks(pages, tile, work)
-        function = kernel("assign_pages", self._gpu.device)
+        function = kernel("assign_both", self._gpu.device)
 
         def put(stream: int) -> None:
             for n in range(count):
