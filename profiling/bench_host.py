@@ -146,7 +146,7 @@ def measure(size: Size, names: tuple[str, ...], console: Console) -> dict[str, A
     help="Write MACHINE/host.json into this folder, such as profiling/results.",
 )
 def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
-    """Measure sgalloc on the host, beside the plain Python loop: about three minutes."""
+    """Measure sgalloc on the host, beside the plain Python loop: about four minutes."""
     if out is not None:
         _prepare(out)
     data = measure(QUICK if quick else FULL, only or tuple(RUNNERS), Console())

@@ -12,7 +12,7 @@ import numpy as np
 from sgalloc import growing, ranges
 from sgalloc.caching import checked_namespace
 from sgalloc.core import Core
-from sgalloc.device import SideTables, Writer, open_device
+from sgalloc.device import Writer, open_device
 from sgalloc.errors import AllocError
 from sgalloc.groups import Side
 from sgalloc.groups.sparse import DevicePages, Sparse
@@ -24,6 +24,7 @@ from sgalloc.pages import PagePool
 from sgalloc.plan import Covering, Plan, mixed_plan
 from sgalloc.prefix import Match
 from sgalloc.receiving import Receiving
+from sgalloc.shape import MAX_SLOT, checked_shape
 from sgalloc.trust.journal import config_of
 from sgalloc.trust.journalled import Journalled, Planned
 from sgalloc.trust.snapshot import restore
@@ -31,8 +32,6 @@ from sgalloc.trust.snapshot import restore
 if TYPE_CHECKING:
     from sgalloc.device.captured import CapturedUpdate
 
-_MAX_SLOT = (1 << 31) - 1
-_MAX_ENTRIES = 1 << 60
 _NEVER = 1 << 62
 _RANGED = (
     "open",
@@ -97,43 +96,18 @@ class KVAllocator(Receiving):
         page_table: bool = False,
         journal: str | PathLike[str] | None = None,
     ) -> None:
-        self.num_pages = whole_number(num_pages, "num_pages", 1, _MAX_SLOT)
-        self.page_size = whole_number(page_size, "page_size", 1, _MAX_SLOT)
-        self.max_requests = whole_number(max_requests, "max_requests", 1, _MAX_SLOT - 1)
-        self.row_width = whole_number(row_width, "row_width", 1, _MAX_SLOT)
-        _check_slots(self.num_pages, self.page_size, "num_pages")
-        if self.row_width < self.page_size:
-            raise ValueError(
-                f"row_width={row_width} holds no page of page_size={page_size}: "
-                "make rows at least one page wide"
-            )
-        if (self.max_requests + 1) * self.row_width > _MAX_ENTRIES:
-            raise ValueError(
-                f"max_requests={max_requests} rows of row_width={row_width} cannot be addressed: "
-                "lower one of them"
-            )
-        if not isinstance(prefix_cache, bool):
-            raise TypeError(f"prefix_cache must be True or False, got {shown(prefix_cache)}")
-        if not isinstance(page_table, bool):
-            raise TypeError(f"page_table must be True or False, got {shown(page_table)}")
-        if window is not None and not isinstance(window, SlidingWindow):
-            raise TypeError(f"window must be a SlidingWindow or None, got {shown(window)}")
-        logical = 0
-        if sparse is not None:
-            logical = _logical_pages(sparse, self.num_pages, self.page_size)
-            if window is not None or prefix_cache:
-                other = "window=" if window is not None else "prefix_cache=True"
-                raise ValueError(
-                    f"{other} does not go with sparse=: its pages are read on the device, where a "
-                    "sparse request keeps none of them; leave one out"
-                )
-        shape = None
-        if sparse is not None:
-            shape = SideTables(False, (logical + 1) * self.page_size)
-        if window is not None:
-            _check_slots(window.num_pages, self.page_size, "window.num_pages")
-            entries = (self.num_pages + 1) * self.page_size if window.slot_map else 0
-            shape = SideTables(True, entries)
+        shape = checked_shape(
+            num_pages,
+            page_size,
+            max_requests,
+            row_width,
+            window,
+            sparse,
+            prefix_cache,
+            page_table,
+        )
+        self.num_pages, self.page_size = shape.num_pages, shape.page_size
+        self.max_requests, self.row_width = shape.max_requests, shape.row_width
         table = open_device(
             device,
             self.max_requests,
@@ -142,13 +116,13 @@ class KVAllocator(Receiving):
             stream,
             reader,
             page_table,
-            shape,
+            shape.side,
         )
         group = "full" if sparse is None else "logical"
         ledger = Ledger(self.max_requests, self.row_width, self.page_size, group)
         self._ledger = ledger
         self._refusals: Counter[str] = Counter()
-        pool = PagePool(logical or self.num_pages, group)
+        pool = PagePool(shape.main_pages, group)
         side: Side | None = None
         if window is not None:
             side = Window(ledger, window, prefix_cache)
@@ -425,7 +399,7 @@ class KVAllocator(Receiving):
         Raises:
             ValueError: the table is not on a GPU.
         """
-        most = whole_number(max_pages, "max_pages", 1, _MAX_SLOT)
+        most = whole_number(max_pages, "max_pages", 1, MAX_SLOT)
         return self._core.device.captured(self._apply_through, most)  # type: ignore[no-any-return]
 
     def warm(self, max_pages: int | None = None) -> None:
@@ -543,23 +517,6 @@ class KVAllocator(Receiving):
         if rounding not in ("host", "device"):
             raise ValueError(f"rounding must be 'auto', 'host' or 'device', got {rounding!r}")
         return _NEVER if rounding == "host" else 1
-
-
-def _check_slots(num_pages: int, page_size: int, name: str) -> None:
-    if (num_pages + 1) * page_size - 1 > _MAX_SLOT:
-        raise ValueError(
-            f"{name}={num_pages} of page_size={page_size} need slots past 2**31 - 1, the "
-            f"last that int32 holds: use at most {(_MAX_SLOT + 1) // page_size - 1} pages"
-        )
-
-
-def _logical_pages(sparse: Any, num_pages: int, page_size: int) -> int:
-    """Pages of the logical group, if their slots can be addressed."""
-    if not isinstance(sparse, Sparse):
-        raise TypeError(f"sparse must be a Sparse or None, got {shown(sparse)}")
-    logical = sparse.logical_pages(num_pages)
-    _check_slots(logical, page_size, "sparse.ratio * num_pages")
-    return logical
 
 
 def _operand(value: Any, n: int, name: str) -> Int64:

@@ -94,7 +94,7 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
         ledger.grow(growth.rows, growth.where, ids, plan.extents)
     elif write is not None:
         # A frontier may have moved over shared pages alone: that ages plans, too.
-        ledger.version += 1
+        ledger.changed()
 
 
 class Written:

@@ -128,11 +128,6 @@ class PagePool:
         self.hand_over(ids, PINNED, to)
         self.pinned -= ids.size
 
-    def give_pinned(self, ids: Int32) -> None:
-        """Free ``ids``, which no remote writer writes any more."""
-        self.give(ids, PINNED)
-        self.pinned -= ids.size
-
     def restore(self, free: Int32, high_water: int) -> None:
         """Let a fresh pool have ``free`` ids alone, as `free_ids` gave them; none is pinned."""
         self.free = free.size

@@ -136,7 +136,7 @@ def evict_window(
     write = window.write(part, NO_PAGES)
     core.device.rejoin(core.device.write(None, None, None, behind, write))
     window.applied(part, NO_PAGES)
-    core.ledger.version += 1
+    core.ledger.changed()
     what = Returning(NO_PAGES, NO_ROWS, NO_ROWS, [], ids, owners)
     core.quarantine.give_back(what, event)
 

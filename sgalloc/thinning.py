@@ -43,4 +43,4 @@ def to_sparse(core: Core, group: DevicePages, rows: Int64, after: Any) -> None:
     core.quarantine.give_back(what, event)
     pool.take(ids, group.thinners(thin))
     group.thinned(thin, ids)
-    core.ledger.version += 1
+    core.ledger.changed()

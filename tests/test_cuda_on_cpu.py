@@ -179,6 +179,7 @@ def test_blocks_start_in_the_order_asked_for(cpu: Emulator, resident: int) -> No
 
 
 def test_a_host_may_write_while_a_kernel_runs(cpu: Emulator) -> None:
+    """Without the write this launch fails: no thread gets on."""
     word = Buffer(np.zeros(1, np.uint64))
     one = np.uint64(1).tobytes()
     cpu.launch("wait_in_vain", 1, 1, [word], host_write=HostWrite(20, word, 0, one))

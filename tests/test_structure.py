@@ -47,6 +47,7 @@ FLOORS = {
     "sgalloc.groups": 2,
     "sgalloc.giving_back": 3,
     "sgalloc.receiving": 3,
+    "sgalloc.shape": 3,
     "sgalloc.pins": 3,
     "sgalloc.extents": 2,
     "sgalloc.trust": 3,

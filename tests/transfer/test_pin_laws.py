@@ -109,7 +109,7 @@ def test_damage_is_found(kind: str) -> None:
     assert "\n" not in str(found.value)
 
 
-def test_only_a_holder_can_pin_and_only_pinned_pages_are_given_back() -> None:
+def test_only_a_holder_can_pin_and_only_pinned_pages_are_unpinned() -> None:
     pool = PagePool(6)
     pool.take(pool.peek(4), 1)
     ids = np.array([1, 2], np.int32)
@@ -118,13 +118,12 @@ def test_only_a_holder_can_pin_and_only_pinned_pages_are_given_back() -> None:
         lambda: pool.pin(ids, 1),
         lambda: pool.give(ids, 1),
         lambda: pool.unpin(np.array([3], np.int32), 1),
-        lambda: pool.give_pinned(np.array([2, 3], np.int32)),
-        lambda: pool.give_pinned(np.array([2, 2], np.int32)),
+        lambda: pool.unpin(np.array([2, 3], np.int32), 1),
+        lambda: pool.unpin(np.array([2, 2], np.int32), 1),
         lambda: pool.unpin(np.array([7], np.int32), 1),
     ):
         with pytest.raises(sgalloc.LawViolation):
             call()
         assert (pool.pinned, pool.free) == (2, 2)
     pool.unpin(ids[:1], 3)
-    pool.give_pinned(ids[1:])
-    assert (pool.pinned, pool.free, pool.holder[1], pool.holder[2]) == (0, 3, 3, 0)
+    assert (pool.pinned, pool.free, pool.holder[1], pool.holder[2]) == (1, 2, 3, PINNED)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from gloo import run_ranks
 from trust import mirrors
 from trust.walk import make
 
@@ -48,32 +46,7 @@ def test_without_a_process_group_the_remedy_is_named() -> None:
 
 
 def test_three_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    distributed = pytest.importorskip("torch.distributed")
-    if not distributed.is_available() or not distributed.is_gloo_available():
-        pytest.skip("torch was built without gloo")
-    if os.path.isdir("/sys/class/net/lo"):
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
-    context = multiprocessing.get_context("spawn")
-    processes, ends = [], []
-    for rank in range(mirrors.RANKS):
-        end, other = context.Pipe(duplex=False)
-        process = context.Process(
-            target=mirrors.run, args=(rank, str(tmp_path / "store"), other), daemon=True
-        )
-        process.start()
-        other.close()
-        processes.append(process)
-        ends.append(end)
-    try:
-        found = [outcome(end) for end in ends]
-        for process in processes:
-            process.join(mirrors.SECONDS)
-        assert [process.exitcode for process in processes] == [0] * mirrors.RANKS
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
+    found = run_ranks(mirrors.run, range(mirrors.RANKS), tmp_path, monkeypatch, mirrors.SECONDS)
     equal = found[0]["walked"]
     assert equal[0] == "mirrored" and len(equal[1]) == 32
     assert "refused" in found[1]
@@ -84,11 +57,3 @@ def test_three_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [found[rank]["the others"] for rank in (0, 1)] == [equal] * 2
     # Of two that differ the lower is taken for right, by its number among all ranks.
     assert [found[rank]["with it"][1] for rank in (1, 2)] == [[2]] * 2
-
-
-def outcome(end: Any) -> dict[str, Any]:
-    if not end.poll(mirrors.SECONDS):
-        pytest.fail(f"a rank said nothing for {mirrors.SECONDS} s")
-    found = end.recv()
-    assert isinstance(found, dict), found
-    return found
