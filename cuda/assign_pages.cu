@@ -146,27 +146,70 @@ extern "C" __global__ void assign_pages(
 constexpr i32 kFixedPages = 1024;
 constexpr i32 kFixedPlaces = sizeof(Step);
 constexpr i32 kFixedIds = kFixedPlaces + 8 * kFixedPages;
+constexpr i32 kFixedGather = kFixedIds + 4 * kFixedPages;
+constexpr i32 kFixedSidePlaces = kFixedGather + 16 * kFixedPages;
+constexpr i32 kFixedSideIds = kFixedSidePlaces + 8 * kFixedPages;
+constexpr i32 kFixedSideMains = kFixedSideIds + 4 * kFixedPages;
 
-// A block a tile of `tile` pages, at most its threads. Reads of one line of mapped memory by many
-// blocks wait for each other, and a read that depends on another costs its time again: so no
-// header is read, and the host sets the places behind the last page to -1.
+// The page that a thread reads, of tiles of `tile`, at most the threads of a block; -1 for none.
+static __device__ __forceinline__ i32 mapped_page(i32 tile) {
+    i32 page = blockIdx.x * tile + threadIdx.x;
+    return static_cast<i32>(threadIdx.x) < tile && page < kFixedPages ? page : -1;
+}
+
+// Put what a thread has read of the main group into shared memory; the pages of the tile.
+static __device__ __forceinline__ i32 staged_pages(
+    const Tables& t, i64 place, i32 id, i64* entries, i32* ids) {
+    if (place >= 0) {
+        if (t.pages) t.pages[place] = id;
+        entries[threadIdx.x] = entry_of(t, place);
+        ids[threadIdx.x] = id;
+    }
+    return __syncthreads_count(place >= 0);
+}
+
+// A block a tile. Reads of one line of mapped memory by many blocks wait for each other, and a
+// read that depends on another costs its time again: so no header is read, and the host sets the
+// places behind the last page to -1.
 extern "C" __global__ void assign_mapped(
     i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
     i32 tile, const Step* step) {
     __shared__ i64 entries[kTilePages];
-    __shared__ i32 page_ids[kTilePages];
+    __shared__ i32 ids[kTilePages];
     Tables t = {slots, page_table, row_width, row_pages, page_size, quad_shift};
-    i32 page = blockIdx.x * tile + threadIdx.x;
-    bool there = static_cast<i32>(threadIdx.x) < tile && page < kFixedPages;
+    i32 page = mapped_page(tile);
+    bool there = page >= 0;
     i64 place = there ? array<i64>(step, kFixedPlaces)[page] : -1;
     i32 id = there ? array<i32>(step, kFixedIds)[page] : 0;
-    if (place >= 0) {
-        if (t.pages) t.pages[place] = id;
-        entries[threadIdx.x] = entry_of(t, place);
-        page_ids[threadIdx.x] = id;
+    i32 count = staged_pages(t, place, id, entries, ids);
+    write_tile(t, entries, ids, count);
+}
+
+// The same with pages of the second group, of which the host sets the ids behind the last to -1.
+// All reads are on their way together.
+extern "C" __global__ void assign_both_mapped(
+    i32* slots, i32* page_table, i64 row_width, i32 row_pages, i32 page_size, i32 quad_shift,
+    i32 tile, const Step* step, i32* side_slots, i32* side_map) {
+    __shared__ i64 entries[kTilePages];
+    __shared__ i32 ids[kTilePages];
+    __shared__ SideTile side;
+    Tables t = {slots, page_table, row_width, row_pages, page_size, quad_shift};
+    i32 page = mapped_page(tile);
+    bool there = page >= 0;
+    i64 place = there ? array<i64>(step, kFixedPlaces)[page] : -1;
+    i32 id = there ? array<i32>(step, kFixedIds)[page] : 0;
+    i64 side_place = there ? array<i64>(step, kFixedSidePlaces)[page] : -1;
+    i32 side_id = there ? array<i32>(step, kFixedSideIds)[page] : -1;
+    i64 main = there ? array<i32>(step, kFixedSideMains)[page] : 0;
+    if (side_id >= 0) {
+        side.ids[threadIdx.x] = side_id;
+        side.entries[threadIdx.x] = side_slots && side_place >= 0 ? entry_of(t, side_place) : -1;
+        side.mapped[threadIdx.x] = side_map && main > 0 ? main * page_size : -1;
     }
-    i32 count = __syncthreads_count(place >= 0);
-    write_tile(t, entries, page_ids, count);
+    i32 count = staged_pages(t, place, id, entries, ids);
+    i32 beside = __syncthreads_count(side_id >= 0);
+    write_tile(t, entries, ids, count);
+    write_side_tile(t, side_slots, side_map, side, beside);
 }
 
 constexpr u32 kStaged = 1, kEmpty = 2;

@@ -89,7 +89,7 @@ class Cuda:
 
         def work() -> None:
             self.launches.append(name)
-            if name in ("assign_pages", "assign_mapped", "assign_both"):
+            if name in ("assign_pages", "assign_mapped", "assign_both", "assign_both_mapped"):
                 _assign(name, *arguments)
             elif name == "page_watermarks":
                 _page_watermarks(grid[0], *arguments)
@@ -142,9 +142,10 @@ def _assign(
     _shift: Any,
     tile: Any,
     step: int,
+    *sides: int,
 ) -> None:
     assert 1 <= tile <= 1024
-    fixed = name == "assign_mapped"
+    fixed = name.endswith("_mapped")
     words = _view(step, 32, np.int32)
     pages, runs, requests, total, uniform, wide = words[:6].tolist()
     places_at, ids_at, offsets_at, *gathered = words[8:16].tolist()
@@ -163,7 +164,14 @@ def _assign(
     else:
         places = _view(step + places_at, pages, np.int64)
     _write(slots, int(width), int(per_row), int(size), places, ids)
-    if words[22] and name == "assign_both":
+    if name == "assign_both_mapped":
+        # The header is not read; ids behind the last are -1.
+        at = [28800, 28800 + 8 * 1024, 28800 + 12 * 1024]
+        count = int((_view(step + at[1], 1024, np.int32) >= 0).sum())
+        words = words.copy()
+        words[18:22].view(np.int64)[:] = sides
+        words[22:26] = [count, *at]
+    if words[22] and name.startswith("assign_both"):
         _write_side(step, words, int(width), int(per_row), int(size))
     if not total:
         return

@@ -99,6 +99,7 @@ def test_every_source_is_known_to_the_host() -> None:
         "assign_pages",
         "assign_mapped",
         "assign_both",
+        "assign_both_mapped",
         "replay_pages",
         "replay_both",
         "page_watermarks",

@@ -145,6 +145,41 @@ def mapped_battery(emulator: Emulator) -> None:
         assign_mapped(emulator, Table(2, 525, 1), full, rng, **how)
 
 
+def beside_battery(emulator: Emulator) -> None:
+    rng = np.random.default_rng(9)
+    for seed, (size, lead) in enumerate(((4, 0), (3, 0), (1, 0), (16, 4), (12, 0))):
+        table = Table(12, 9 * size + seed % 2, size, lead=lead)
+        side = Side(table, 60, lead=lead)
+        pages = [
+            SidePage(0, 0, 5, 6),
+            SidePage(3, 8, (2**31 - 1) // size - 1, 1),
+            SidePage(2, 3, 0, 2),
+            SidePage(None, 0, 7, 3),
+            SidePage(1, 4, 8, 0),
+            SidePage(None, 0, 0, 4),
+        ]
+        many = [SidePage(4 + n // 9, n % 9, 900 + n, n + 10) for n in range(45)]
+        growths = [Growth(1, 2, 3), Growth(5, 0, 9)]
+        for tile, threads, captured in ((7, 32, False), (96, 256, True), (40, 64, False)):
+            how: dict[str, Any] = {"tile": tile, "threads": threads, "captured": captured}
+            for told in (pages, pages[::-1] + many, []):
+                for grown in (growths, []):
+                    assign_mapped(emulator, table, grown, rng, side=(side, told), seed=seed, **how)
+        for shown, mapped in ((True, False), (False, True)):
+            side = Side(table, 6, shown=shown, mapped=mapped, lead=lead)
+            assign_mapped(emulator, table, growths, rng, side=(side, pages), **how)
+    for size in (3, 4):
+        last = (2**31 - 1) // size - 1
+        table = Table(3, 1008, size, first_row=FAR_ROW)
+        side = Side(table, 40, first_main=last - 40)
+        pages = [SidePage(2, 5, 9, last), SidePage(1, 3, 8, last - 39)]
+        assign_mapped(emulator, table, [], rng, tile=64, captured=False, side=(side, pages))
+    table = Table(40, 32, 1)
+    side = Side(table, 1100)
+    full = [SidePage(n // 32, n % 32, 1 + n, 1 + n) for n in range(1024)]
+    assign_mapped(emulator, table, [], rng, tile=96, captured=True, side=(side, full))
+
+
 def side_battery(emulator: Emulator) -> None:
     rng = np.random.default_rng(8)
     for size, lead in ((4, 0), (3, 0), (1, 0), (16, 4), (12, 0)):
@@ -189,6 +224,7 @@ BATTERIES: dict[str, tuple[str, Battery]] = {
     "replay": ("assign_pages.cu", replay_battery),
     "staging": ("assign_pages.cu", staging_battery),
     "side": ("assign_pages.cu", side_battery),
+    "beside": ("assign_pages.cu", beside_battery),
     "scan": ("page_watermarks.cu", scan_battery),
     "export": ("export_pages.cu", export_battery),
 }
@@ -211,7 +247,13 @@ def racing_battery(emulator: Emulator) -> None:
         how = {"grid": 3, "resident": 3, "threads": 32, "seed": 2}
         assign(emulator, table, [Growth(0, 1, 18, 3, 12), Growth(1, 3, 6)], rng, **told, **how)
     how = {"tile": 7, "captured": False, "resident": 3, "threads": 32, "seed": 2}
-    assign_mapped(emulator, Table(2, 168, 8), [Growth(0, 1, 18), Growth(1, 0, 6)], rng, **how)
+    growths = [Growth(0, 1, 18), Growth(1, 0, 6)]
+    assign_mapped(emulator, Table(2, 168, 8), growths, rng, **how)
+    for size in (8, 3):
+        table = Table(5, 21 * size, size)
+        side = Side(table, 100)
+        beside = (side, some_pages(rng, side))
+        assign_mapped(emulator, table, growths, rng, side=beside, **how)
     rows, committed, allocated, reserves = some_requests(rng, 3500, 8, 8, 24)
     scan = Scan(4)
     for seed in (2, 3):

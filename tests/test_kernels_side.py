@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu.emulator import Buffer, Emulator, kernels
-from cuda_on_cpu.launches import Replays, assign
+from cuda_on_cpu.launches import Replays, assign, assign_mapped, mapped_grid
 from cuda_on_cpu.sides import ASSIGN, Side, SidePage, some_pages, some_side
 from cuda_on_cpu.steps import FIXED_PAGES
 from cuda_on_cpu.tables import (
@@ -23,7 +23,7 @@ from cuda_on_cpu.tables import (
 )
 from stand_in_cuda import stand_in
 
-from sgalloc.plan import Segments, SideWrite
+from sgalloc.plan import Gather, Segments, SideWrite
 
 FAR_ROW = 5_000_001
 each_page_size = pytest.mark.parametrize("size", PAGE_SIZES)
@@ -72,6 +72,54 @@ def test_small_steps_with_side_pages_at_their_fixed_places(cpu: Emulator, size: 
         pages = some_pages(rng, side, most=FIXED_PAGES)
         how: dict[str, Any] = {"grid": 5, "tile": 64, "threads": 64, "seed": requests}
         assign(cpu, table, growths, rng, small=True, side=(side, pages), **how)
+
+
+@each_page_size
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
+def test_mapped_steps_with_side_pages(cpu: Emulator, size: int, captured: bool) -> None:
+    """Without a header: each part ends by itself, and either may have more pages, or none."""
+    rng = np.random.default_rng([size, captured, 29])
+    for turn in range(10):
+        rows, row_pages = int(rng.integers(1, 30)), int(rng.integers(1, 12))
+        table = Table(
+            rows,
+            some_width(rng, size, row_pages),
+            size,
+            with_pages=bool(rng.integers(2)),
+            lead=int(rng.choice([0, 0, 16, 4])),
+        )
+        side = some_side(rng, table, mains=300)
+        growths = some_growths(rng, rows, table.row_pages, size, even=True)
+        growths = growths if turn % 4 else []
+        pages = some_pages(rng, side, most=300) if turn % 5 else []
+        tile = int(rng.choice([4, 5, 31, 32, 96, 100, 255, 256]))
+        most = max(sum(g.new for g in growths), len(pages))
+        how = some_launch(rng, mapped_grid(most, tile, captured))
+        assign_mapped(
+            cpu,
+            table,
+            growths,
+            rng,
+            tile=tile,
+            captured=captured,
+            threads=int(rng.choice([-(-tile // 32) * 32, 256])),
+            side=(side, pages),
+            **{name: how[name] for name in ("order", "resident", "seed")},
+        )
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_mapped_step_may_be_full_of_side_pages(cpu: Emulator, size: int) -> None:
+    rng = np.random.default_rng([size, 30])
+    table = Table(40, 32 * size, size)
+    side = Side(table, 1100)
+    for count in (FIXED_PAGES - 1, FIXED_PAGES):
+        mains = 1 + rng.permutation(1100)[:count]
+        pages = [
+            SidePage(at // 32, at % 32, at % 7 and at + 1, int(main) if at % 5 else 0)
+            for at, main in enumerate(mains)
+        ]
+        assign_mapped(cpu, table, [], rng, tile=256, captured=True, side=(side, pages))
 
 
 def test_a_small_step_may_be_full_of_side_pages(cpu: Emulator) -> None:
@@ -137,6 +185,8 @@ def test_side_pages_behind_two_to_the_32_entries(cpu: Emulator, size: int) -> No
         for _ in range(3):
             pages = some_pages(rng, side)
             assign(cpu, table, [Growth(2, 0, 2, 1, size)], rng, side=(side, pages))
+            grown, pages = [Growth(2, 2, 1)], some_pages(rng, side)
+            assign_mapped(cpu, table, grown, rng, tile=64, captured=False, side=(side, pages))
 
 
 def test_the_widest_row_has_side_pages_at_its_end(cpu: Emulator) -> None:
@@ -179,6 +229,53 @@ def test_replays_write_side_pages_too(cpu: Emulator, size: int) -> None:
 
 def _side_write(side: Side, pages: list[SidePage]) -> SideWrite:
     return SideWrite(*side.arrays(pages))
+
+
+def test_a_small_slot_that_is_used_again_shows_nothing_of_the_steps_before(cpu: Emulator) -> None:
+    """Steps of all forms share a slot: with pages, with side pages, with both, with a gather."""
+    rng, size, most = np.random.default_rng(31), 4, 20
+    with stand_in():
+        from sgalloc.device.cuda import Out
+        from sgalloc.device.layout import (
+            SMALL_BYTES,
+            SideAddresses,
+            fill_both,
+            fill_pages,
+            fill_small,
+            lay_out_small,
+        )
+        from sgalloc.device.staging import Block
+
+        table = Table(most, 90 * size, size)
+        side = Side(table, 100)
+        memory = np.zeros(SMALL_BYTES, np.uint8)
+        block = Block(memory, 0)
+        lay_out_small(block, SideAddresses(1, 2))
+        per_row, told = np.array(table.row_pages), 0
+        for turn in range(80):
+            n, at = int(rng.integers(0, most + 1)), turn
+            ids = (20_000 + rng.permutation(n)).astype(np.int32)
+            ones = np.ones(n, np.int64)
+            segments = Segments(np.arange(n), at * ones, ones, n, per_row) if n else None
+            given = ids if n else None
+            pages = some_pages(rng, side, most)
+            form = rng.choice(["pages", "both", "gather"])
+            if form == "pages" and segments is not None:
+                fill_pages(block, segments, ids)
+            elif form == "gather":
+                asked = Gather(np.arange(1), np.zeros(1, int), np.ones(1, int), 1, Out(8, 0), None)
+                fill_small(block, segments, given, asked, 1, _side_write(side, pages))
+            elif form == "both":
+                fill_both(block, segments, given, _side_write(side, pages))
+                expect_growth(table, [Growth(row, at, 1) for row in range(n)], ids)
+                side.expect(pages)
+                step = Buffer(memory.copy())
+                arguments = [*table.arguments, np.int32(64), step, *side.arguments]
+                cpu.launch("assign_both_mapped", 16, 256, arguments)
+                table.check()
+                side.check()
+                told += 1
+        assert told > 20
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["large", "small"])

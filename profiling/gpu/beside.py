@@ -19,7 +19,8 @@ _ROW_SLOTS, _TABLE_BYTES = 4096, 12_000_000_000
 
 
 class Siding:
-    """`assign_both`: each of ``segments`` rows gets a page of both groups, or loses one of one.
+    """`assign_both`, or `assign_both_mapped`: ``segments`` rows get a page of both groups each, or
+    lose one of one.
 
     The forms are ``"grows"``, which writes a page of the main group and of the second one, and
     ``"clears"``, which clears pages of the second alone; with ``", map"`` the map, too.
@@ -63,7 +64,7 @@ class Siding:
             SMALL_BYTES,
             SideAddresses,
             fill,
-            fill_small,
+            fill_both,
             lay_out_small,
         )
         from sgalloc.device.staging import HEADER_BYTES, Block, pinned
@@ -74,18 +75,23 @@ class Siding:
         pages = Segments(self._rows, n * self._pitch * ones, ones, count, np.array(per_row))
         beside = SideWrite(pages.where, sides, mains if self._mapped else np.zeros_like(mains))
         grown, ids = (None, None) if self._clears else (pages, mains)
-        shown = int(self._map.data.ptr) if self._mapped else 0
-        addresses = SideAddresses(int(self._tables[1].data.ptr), shown)
+        addresses = SideAddresses(*self._addresses)
         if self._small:
             owner, memory = pinned(SMALL_BYTES)
             block = Block(memory, int(owner.ptr))
             lay_out_small(block, addresses)
-            fill_small(block, grown, ids, None, 0, beside)
+            fill_both(block, grown, ids, beside)
             return owner, block.ptr
         memory = np.zeros(-(-(HEADER_BYTES + 32 * count + 64) // 128) * 128, np.uint8)
         fill(Block(memory, 0), grown, ids, None, 0, per_row, 0, beside, addresses)
         owner = self._gpu.to_device(memory)
         return owner, owner.data.ptr
+
+    @property
+    def _addresses(self) -> tuple[int, int]:
+        """Of the second table and of the map, 0 for none."""
+        shown = int(self._map.data.ptr) if self._mapped else 0
+        return int(self._tables[1].data.ptr), shown
 
     @property
     def _small(self) -> bool:
@@ -96,24 +102,27 @@ class Siding:
 
     def graph(self, count: int, tile: int = 0, blocks: int = 0, threads: int = THREADS) -> Any:
         """See `handmade.Launch`."""
-        from sgalloc.device.layout import SMALL_GATHERED, SMALL_PAGES
+        from sgalloc.device.layout import SMALL_PAGES
         from sgalloc.device.streams import Handle
 
         geometry = self.geometry
         if self._small:
             # As the graphs of small staging slots, which are captured once for all.
             tile = tile or geometry.mapped_tile
-            blocks = blocks or geometry.blocks(SMALL_PAGES, tile, SMALL_GATHERED)
+            blocks = blocks or geometry.blocks(SMALL_PAGES, tile)
         else:
             pages = 0 if self._clears else self._count
             tile = tile or geometry.tile_for(pages)
             work = self._count * max(1, self._size // 4)
             blocks = blocks or geometry.blocks(pages, tile, work)
-        function = kernel("assign_both", self._gpu.device)
+        name = "assign_both_mapped" if self._small else "assign_both"
+        function = kernel(name, self._gpu.device)
+        arrays = self._addresses if self._small else ()
 
         def put(stream: int) -> None:
             for n in range(count):
-                arguments = (*geometry.arguments, np.int32(tile), self._steps[n % self._sets][1])
+                step = self._steps[n % self._sets][1]
+                arguments = (*geometry.arguments, np.int32(tile), step, *arrays)
                 function((blocks,), (threads,), arguments, 0, Handle(stream))
 
         return self._gpu.capture(put)

@@ -22,6 +22,7 @@ from sgalloc.device.layout import (
     SMALL_SIDE,
     SideAddresses,
     fill,
+    fill_both,
     fill_pages,
     fill_small,
     lay_out_small,
@@ -48,6 +49,9 @@ ROUNDS_FROM = 1 << 62
 # Pages of one step that `warm` provides for, unless told otherwise.
 DEFAULT_MAX_PAGES = 1 << 21
 _RELAXED = 2
+# What a graph of a small slot launches.
+_PAGES, _GATHERED, _BESIDE, _BOTH_GATHERED = range(4)
+_BOTH = ["assign_both", "assign_both_mapped", "replay_both"]
 
 
 class Out(NamedTuple):
@@ -75,6 +79,7 @@ class CudaDevice(Batched):
         self.rounds_from = ROUNDS_FROM
         self.ranged = {
             "_fill_pages": "stage",
+            "_fill_both": "stage",
             "_fill_small": "stage",
             "_fill": "stage",
             "_graph_launch": "launch",
@@ -82,7 +87,8 @@ class CudaDevice(Batched):
             "_launch_step": "launch",
             "write_watermarks": "launch",
         }
-        self._fill_pages, self._fill_small, self._fill = fill_pages, fill_small, fill
+        self._fill_pages, self._fill_both = fill_pages, fill_both
+        self._fill_small, self._fill = fill_small, fill
         self._graph_launch = runtime.graphLaunch
         self.index = index
         self._max_requests = max_requests
@@ -178,7 +184,7 @@ class CudaDevice(Batched):
                 self._spare = Spare(self._make_small, _SPARE_SLOTS)
                 self._scan = Scan(self._max_requests)
                 names = ["page_watermarks", "export_pages", "assign_pages", "replay_pages"]
-                names += ["assign_both", "replay_both"] if self._side != NO_SIDE else []
+                names += _BOTH if self._side != NO_SIDE else []
                 for name in names:
                     kernel(name, self.index)
             if wanted > self._large_bytes:
@@ -192,7 +198,7 @@ class CudaDevice(Batched):
         if captured:
             stream, graphs = new_stream(), []
             kinds = [(0, False), (SMALL_GATHERED, False)]
-            kinds += [(SMALL_GATHERED, True)] if self._side != NO_SIDE else []
+            kinds += [(0, True), (SMALL_GATHERED, True)] if self._side != NO_SIDE else []
             for gathered, both in kinds:
                 stream.begin_capture(_RELAXED)
                 self._launch_small(slot.ptr, SMALL_PAGES, gathered, stream.ptr, both)
@@ -289,19 +295,22 @@ class CudaDevice(Batched):
             and (gather is None or (uniform and asked <= SMALL_GATHERED))
         ):
             slot = self._spare.take(0) if quiet else self._small.take()
-            bare = gather is None and side is None
-            if bare:
+            if gather is not None:
+                self._fill_small(slot, pages, ids, gather, uniform, side)
+            elif side is not None:
+                self._fill_both(slot, pages, ids, side)
+            else:
                 assert pages is not None and ids is not None
                 self._fill_pages(slot, pages, ids)
-            else:
-                self._fill_small(slot, pages, ids, gather, uniform, side)
             if slot.graphs and not quiet:
-                kind = 2 if side is not None else gather is not None
+                kind = (_PAGES if side is None else _BESIDE) + (gather is not None)
                 self._graph_launch(slot.graphs[kind].graphExec, stream)
                 self.launches += 1
-            else:
+            elif gather is not None:
                 work = self._work(slots, beside)
                 self._launch_small(slot.ptr, total, work, stream, side is not None)
+            else:
+                self._launch_small(slot.ptr, max(total, beside), 0, stream, side is not None)
             return slot
         runs = 0 if pages is None else pages.rows.size
         tile = self.geometry.tile_for(total)
@@ -331,11 +340,15 @@ class CudaDevice(Batched):
     ) -> None:
         """Launch on a small slot, which is read in place."""
         tile = self.geometry.mapped_tile
-        plain = "assign_pages" if slots else "assign_mapped"
-        kernel("assign_both" if both else plain, self.index)(
+        name = "assign_both" if both else "assign_pages"
+        arguments: tuple[int, ...] = ()
+        if not slots:
+            name = "assign_both_mapped" if both else "assign_mapped"
+            arguments = self._side if both else ()
+        kernel(name, self.index)(
             (self.geometry.blocks(pages, tile, slots),),
             (THREADS,),
-            (*self.geometry.arguments, np.int32(tile), source),
+            (*self.geometry.arguments, np.int32(tile), source, *arguments),
             0,
             Handle(stream),
         )

@@ -70,6 +70,7 @@ def lay_out_small(slot: Block, side: SideAddresses = NO_SIDE) -> None:
     words[SIDE_MAINS_AT] = 4 * (_SMALL_SIDE_IDS + SMALL_SIDE)
     _address(slot, side)
     slot.longs[_SMALL_PLACES : _SMALL_PLACES + SMALL_PAGES] = -1
+    slot.ints[_SMALL_SIDE_IDS : _SMALL_SIDE_IDS + SMALL_SIDE] = -1
 
 
 def fill_pages(slot: Block, pages: Segments, ids: Int32) -> None:
@@ -80,6 +81,29 @@ def fill_pages(slot: Block, pages: Segments, ids: Int32) -> None:
     if total < slot.filled:
         slot.longs[_SMALL_PLACES + total : _SMALL_PLACES + slot.filled] = -1
     slot.filled = total
+
+
+def fill_both(slot: Block, pages: Segments | None, ids: Int32 | None, side: SideWrite) -> None:
+    """Lay out a step without a gather, in a small slot: no header, both parts with their ends."""
+    if pages is not None and ids is not None:
+        fill_pages(slot, pages, ids)
+    elif slot.filled:
+        slot.longs[_SMALL_PLACES : _SMALL_PLACES + slot.filled] = -1
+        slot.filled = 0
+    n = _fill_side(slot, side)
+    if n < slot.beside:
+        slot.ints[_SMALL_SIDE_IDS + n : _SMALL_SIDE_IDS + slot.beside] = -1
+    slot.beside = n
+
+
+def _fill_side(slot: Block, side: SideWrite) -> int:
+    """Lay out the pages of the second group at their fixed places; how many these are."""
+    n = int(side.ids.size)
+    slot.longs[_SMALL_SIDE_PLACES : _SMALL_SIDE_PLACES + n] = side.places
+    slot.ints[_SMALL_SIDE_IDS : _SMALL_SIDE_IDS + n] = side.ids
+    mains = _SMALL_SIDE_IDS + SMALL_SIDE
+    slot.ints[mains : mains + n] = side.mains
+    return n
 
 
 def fill_small(
@@ -105,11 +129,8 @@ def fill_small(
         place = slot.ints[first + 3 * step : first + 3 * step + n]
         _new_pages(gather, pages, fresh, place)
     if side is not None:
-        n = words[SIDE_PAGES] = side.ids.size
-        slot.longs[_SMALL_SIDE_PLACES : _SMALL_SIDE_PLACES + n] = side.places
-        slot.ints[_SMALL_SIDE_IDS : _SMALL_SIDE_IDS + n] = side.ids
-        mains = _SMALL_SIDE_IDS + SMALL_SIDE
-        slot.ints[mains : mains + n] = side.mains
+        words[SIDE_PAGES] = n = _fill_side(slot, side)
+        slot.beside = max(slot.beside, n)
 
 
 def fill(

@@ -47,9 +47,10 @@ class Block:
         ints, longs: the memory as int32 and as int64.
         words: the header as int32.
         filled: pages of the last step that was laid out in a small slot.
+        beside: the same of the second group.
     """
 
-    __slots__ = ("filled", "ints", "longs", "ptr", "size", "words")
+    __slots__ = ("beside", "filled", "ints", "longs", "ptr", "size", "words")
 
     def __init__(self, memory: NDArray[np.uint8], ptr: int) -> None:
         memory[:] = 0
@@ -58,7 +59,7 @@ class Block:
         self.ints: NDArray[np.int32] = memory.view(np.int32)
         self.longs: NDArray[np.int64] = memory.view(np.int64)
         self.words = self.ints[: HEADER_BYTES // 4]
-        self.filled = 0
+        self.filled = self.beside = 0
 
 
 class Slot(Block):

@@ -127,10 +127,10 @@ FAULTS: dict[str, Fault] = {
         "assign", "gather.cuh", "ids[g.new_at[r] + ahead]", "ids[g.new_at[r]]"
     ),
     "mapped: places behind the last page": Fault(
-        "mapped", "assign_pages.cu", "if (place >= 0) {", "if (there) {"
+        "mapped", "assign_pages.cu", "if (place >= 0) {", "if (place >= -1) {"
     ),
     "mapped: pages counted that are not there": Fault(
-        "mapped", "assign_pages.cu", "__syncthreads_count(place >= 0)", "__syncthreads_count(there)"
+        "mapped", "assign_pages.cu", "__syncthreads_count(place >= 0)", "__syncthreads_count(1)"
     ),
     "mapped: a place 0 that is no place": Fault(
         "mapped", "assign_pages.cu", "if (place >= 0) {", "if (place > 0) {"
@@ -156,14 +156,89 @@ FAULTS: dict[str, Fault] = {
     "mapped: a warp counts for itself": Fault(
         "mapped",
         "assign_pages.cu",
-        "i32 count = __syncthreads_count(place >= 0);",
-        "i32 count = __builtin_popcount(__ballot_sync(0xffffffffu, place >= 0));",
+        "__syncthreads_count(place >= 0)",
+        "__builtin_popcount(__ballot_sync(0xffffffffu, place >= 0))",
     ),
     "mapped: a page table that nobody wants": Fault(
         "mapped",
         "assign_pages.cu",
         "    if (place >= 0) {\n        if (t.pages) t.pages",
         "    if (place >= 0) {\n        t.pages",
+    ),
+    "mapped beside: cleared pages left out": Fault(
+        "beside", "assign_pages.cu", "if (side_id >= 0) {", "if (side_id > 0) {"
+    ),
+    "mapped beside: pages counted that are not there": Fault(
+        "beside",
+        "assign_pages.cu",
+        "__syncthreads_count(side_id >= 0)",
+        "__syncthreads_count(there)",
+    ),
+    "mapped beside: as many as of the main group": Fault(
+        "beside",
+        "assign_pages.cu",
+        "i32 beside = __syncthreads_count(side_id >= 0);",
+        "i32 beside = count;",
+    ),
+    "mapped beside: a table that nobody keeps": Fault(
+        "beside", "assign_pages.cu", "side_slots && side_place >= 0 ?", "side_place >= 0 ?"
+    ),
+    "mapped beside: a place 0 that is no place": Fault(
+        "beside", "assign_pages.cu", "side_place >= 0 ?", "side_place > 0 ?"
+    ),
+    "mapped beside: a map that nobody keeps": Fault(
+        "beside", "assign_pages.cu", "side_map && main > 0 ?", "main > 0 ?"
+    ),
+    "mapped beside: the padding page mapped": Fault(
+        "beside", "assign_pages.cu", "side_map && main > 0 ?", "side_map ?"
+    ),
+    "mapped beside: the map by the page of the second group": Fault(
+        "beside", "assign_pages.cu", "main * page_size : -1", "side_id * page_size : -1"
+    ),
+    "mapped beside: ids elsewhere": Fault(
+        "beside",
+        "assign_pages.cu",
+        "kFixedSidePlaces + 8 * kFixedPages",
+        "kFixedSidePlaces + 4 * kFixedPages",
+    ),
+    "mapped beside: mains elsewhere": Fault(
+        "beside", "assign_pages.cu", "kFixedSideIds + 4 * kFixedPages", "kFixedSideIds"
+    ),
+    "mapped beside: places elsewhere": Fault(
+        "beside",
+        "assign_pages.cu",
+        "kFixedGather + 16 * kFixedPages",
+        "kFixedGather + 12 * kFixedPages",
+    ),
+    "mapped beside: cleared entries that count on": Fault(
+        "beside", "side_pages.cuh", "i32 step = min(id, 1);", "i32 step = 1;"
+    ),
+    "mapped beside: slots that repeat": Fault(
+        "beside", "side_pages.cuh", "second + step, second", "second, second"
+    ),
+    "mapped beside: a map without quads": Fault(
+        "beside",
+        "side_pages.cuh",
+        "if (sent >= 0) *reinterpret_cast<int4*>(map + sent + offset) = four;",
+        "",
+    ),
+    "mapped beside: a map without single slots": Fault(
+        "beside", "side_pages.cuh", "if (sent >= 0) map[sent + offset] = slot;", ""
+    ),
+    "mapped beside: an entry 0 that is no entry": Fault(
+        "beside", "side_pages.cuh", "if (entry >= 0) slots", "if (entry > 0) slots"
+    ),
+    "mapped beside: 16-byte stores of any table": Fault(
+        "beside", "side_pages.cuh", "i32 width = t.quad_shift > -2 ? 4 : 1;", "i32 width = 4;"
+    ),
+    "mapped beside: a page past the last": Fault(
+        "beside", "side_pages.cuh", "i32 total = count * parts;", "i32 total = (count + 1) * parts;"
+    ),
+    "mapped beside: pages by a power of two": Fault(
+        "beside",
+        "side_pages.cuh",
+        "t.quad_shift >= 0 ? at >> t.quad_shift : at / parts",
+        "at >> (t.quad_shift > 0 ? t.quad_shift : 0)",
     ),
     "words of an earlier launch": Fault(
         "scan", "page_watermarks.cu", "static_cast<u32>(heard >> 34) != epoch || ", ""

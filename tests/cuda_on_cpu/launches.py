@@ -76,18 +76,28 @@ def assign_mapped(
     tile: int,
     captured: bool,
     threads: int = 256,
+    side: tuple[Side, Sequence[SidePage]] | None = None,
     **how: Any,
 ) -> Stats:
-    """Launch assign_mapped for `growths`, and hold the table against the row law."""
+    """Launch assign_mapped for `growths`, and hold the table against the row law.
+
+    With `side`, a second group and pages of it, assign_both_mapped.
+    """
     own_old_pages(table, growths, rng)
     ids = fresh_ids(rng, sum(g.new for g in growths), table.page_size)
-    grid = mapped_grid(len(ids), tile, captured)
-    step = mapped_step_of(table, growths, ids, min(FIXED_PAGES, grid * tile))
+    most = max(len(ids), 0 if side is None else len(side[1]))
+    grid = mapped_grid(most, tile, captured)
+    step = mapped_step_of(table, growths, ids, min(FIXED_PAGES, grid * tile), side)
     expect_growth(table, growths, ids)
-    stats = emulator.launch(
-        "assign_mapped", grid, threads, [*table.arguments, np.int32(tile), step], **how
-    )
+    name, arguments = "assign_mapped", [*table.arguments, np.int32(tile), step]
+    if side is not None:
+        name = "assign_both_mapped"
+        arguments += side[0].arguments
+    stats = emulator.launch(name, grid, threads, arguments, **how)
     table.check()
+    if side is not None:
+        side[0].expect(side[1])
+        side[0].check()
     return stats
 
 

@@ -69,6 +69,11 @@ class Side:
         given = {SLOTS_AT: (self.slots, self.shown), MAP_AT: (self.map, self.mapped)}
         return {at: buffer for at, (buffer, kept) in given.items() if kept}
 
+    @property
+    def arguments(self) -> list[Buffer | None]:
+        """The arrays as a kernel takes them, None for one that is not kept."""
+        return [self.slots if self.shown else None, self.map if self.mapped else None]
+
     def arrays(self, pages: Sequence[SidePage]) -> list[NDArray[Any]]:
         """The places, ids and pages of the main group, as the kernel reads them."""
         first, per_row = self.table.first_row, self.table.row_pages

@@ -134,22 +134,36 @@ _GATHER_AT = [_IDS_AT + 4 * FIXED_PAGES * n for n in range(1, 5)]
 _SIDE_AT = [_GATHER_AT[-1] + 4 * FIXED_PAGES * n for n in (1, 3, 4)]
 
 
-def mapped_step_of(table: Table, growths: Sequence[Growth], ids: Int32, read: int) -> Buffer:
+def mapped_step_of(
+    table: Table,
+    growths: Sequence[Growth],
+    ids: Int32,
+    read: int,
+    side: tuple[Side, Sequence[SidePage]] | None = None,
+) -> Buffer:
     """A step of pages alone at their fixed places, with -1 behind the last of them.
 
-    The first `read` places and ids may be read; the header and all else is a hole.
+    The first `read` entries of each array may be read; the header and all else is a hole.
     """
     told = tell(table, growths, ids, runs=False, wide=False, idle=False)
+    arrays: list[tuple[int, NDArray[Any], int | None]] = [
+        (_PLACES_AT, told.arrays[0], -1),
+        (_IDS_AT, ids, None),
+    ]
+    if side is not None:
+        places, numbers, mains = side[0].arrays(side[1])
+        arrays += zip(_SIDE_AT, (places, numbers, mains), (None, -1, None), strict=True)
     data = np.zeros(FIXED_BYTES, np.uint8)
-    places = data[_PLACES_AT:_IDS_AT].view(np.int64)
-    places[:] = -1
-    places[: len(ids)] = told.arrays[0]
-    # The ids of an earlier step may stand behind those of this one.
-    numbers = data[_IDS_AT : _GATHER_AT[0]].view(np.int32)
-    numbers[:] = distinct(FIXED_PAGES)
-    numbers[: len(ids)] = ids
-    ends = (_PLACES_AT + 8 * read, _IDS_AT + 4 * read)
-    holes = [(0, _PLACES_AT), (ends[0], _IDS_AT), (ends[1], FIXED_BYTES)]
+    holes, end = [], 0
+    for begin, array, behind in arrays:
+        width = array.dtype.itemsize
+        entries = data[begin : begin + width * FIXED_PAGES].view(array.dtype)
+        # What an earlier step left may stand behind the entries of this one.
+        entries[:] = distinct(FIXED_PAGES) if behind is None else behind
+        entries[: len(array)] = array
+        holes.append((end, begin))
+        end = begin + width * read
+    holes.append((end, FIXED_BYTES))
     return Buffer(data, holes=[hole for hole in holes if hole[0] < hole[1]])
 
 
