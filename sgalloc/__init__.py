@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgalloc import admission, extents, retraction, sizing, speculative
+from sgalloc import admission, extents, retraction, sizing, speculative, timeline
 from sgalloc._version import __version__
 from sgalloc.allocator import KVAllocator
 from sgalloc.contiguity import Runs
@@ -58,4 +58,5 @@ __all__ = [
     "retraction",
     "sizing",
     "speculative",
+    "timeline",
 ]

@@ -33,23 +33,6 @@ if TYPE_CHECKING:
     from sgalloc.device.captured import CapturedUpdate
 
 _NEVER = 1 << 62
-_RANGED = (
-    "open",
-    "open_with_prefix",
-    "extend",
-    "decode",
-    "apply",
-    "commit",
-    "trim",
-    "evict_window",
-    "to_sparse",
-    "release",
-    "slots",
-    "preallocate",
-    "acknowledge",
-    "abort",
-    "reclaim",
-)
 
 
 class KVAllocator(Receiving):
@@ -130,8 +113,7 @@ class KVAllocator(Receiving):
             side = DevicePages(ledger, sparse, self.num_pages)
         self._core = Core.build(ledger, pool, table, prefix_cache, self._count, side)
         self._make_plan = Plan if journal is None else Planned
-        if ranges.listening():
-            self._listen(pool)
+        ranges.listen(self, self._core)
         self._journal: Journalled | None = None
         if journal is not None:
             config = config_of(self, window, sparse, prefix_cache)
@@ -424,16 +406,6 @@ class KVAllocator(Receiving):
             self._journal.close()
 
     # -- inside ----------------------------------------------------------------------------
-
-    def _listen(self, pool: PagePool) -> None:
-        """Let a tool see verbs, plans, staging and launches, and sample the counters."""
-        device = self._core.device
-        sample = ranges.level_sampler(lambda: pool.free, lambda: device.staging)
-        verbs = {verb: verb for verb in _RANGED} | {"_reserve": "reserve"}
-        ranges.instrument(self, verbs, after=sample)
-        ranges.instrument(self, {"_make_plan": "plan"})
-        ranges.instrument(device, {"write": "write"}, payload=ranges.step_payload)
-        ranges.instrument(device, device.ranged)
 
     def _reserve(
         self,

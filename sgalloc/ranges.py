@@ -1,4 +1,4 @@
-"""NVTX ranges and counters, at no cost where no tool listens.
+"""Which calls have a range, and NVTX ranges and counters, at no cost where no tool listens.
 
 NVTX resolves a domain to a real or a dummy one at first use. With a dummy nothing is wrapped, so a
 verb costs what it costs without ranges.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import nvtx
@@ -16,6 +16,70 @@ import nvtx
 DOMAIN = "sgalloc"
 _STEP = np.dtype([("pages", np.int64), ("rows", np.int64), ("bytes", np.int64)])
 _LEVELS = np.dtype([("free_pages", np.int64), ("ring_slots", np.int64), ("ring_waits", np.int64)])
+
+# What changes the ledger or the cache, by name of the method.
+_VERBS = (
+    "open",
+    "open_with_prefix",
+    "extend",
+    "decode",
+    "apply",
+    "commit",
+    "trim",
+    "evict_window",
+    "to_sparse",
+    "release",
+    "slots",
+    "preallocate",
+    "acknowledge",
+    "abort",
+    "reclaim",
+)
+_CACHE_VERBS = ("match", "publish", "clear")
+
+
+class Place(NamedTuple):
+    """A method that has a range.
+
+    Attributes:
+        target: whose method it is.
+        method: its name.
+        name: of the range.
+        verb: whether the levels are sampled behind it.
+        step: whether its first two arguments tell of a write, as `step_payload` takes them.
+    """
+
+    target: Any
+    method: str
+    name: str
+    verb: bool = False
+    step: bool = False
+
+
+def places(alloc: Any, core: Any) -> list[Place]:
+    """Every method of an allocator that has a range."""
+    found = [Place(alloc, verb, verb, verb=True) for verb in _VERBS]
+    found.append(Place(alloc, "_reserve", "reserve", verb=True))
+    if core.prefix is not None:
+        found += [Place(core.prefix, verb, verb, verb=True) for verb in _CACHE_VERBS]
+    found.append(Place(alloc, "_make_plan", "plan"))
+    found.append(Place(core.device, "write", "write", step=True))
+    found += [Place(core.device, method, name) for method, name in core.device.ranged.items()]
+    return found
+
+
+def listen(alloc: Any, core: Any) -> None:
+    """Let an attached tool see verbs, plans, staging and launches, and sample the counters."""
+    if not listening():
+        return
+    sample = level_sampler(lambda: core.pool.free, lambda: core.device.staging)
+    for place in places(alloc, core):
+        instrument(
+            place.target,
+            {place.method: place.name},
+            payload=step_payload if place.step else None,
+            after=sample if place.verb else None,
+        )
 
 
 def listening() -> bool:

@@ -24,6 +24,7 @@ _ROOMS = (
     "layout",
     "order",
     "scan",
+    "spans",
     "staging",
     "streams",
 )
@@ -93,6 +94,8 @@ class Cuda:
                 _assign(name, *arguments)
             elif name == "page_watermarks":
                 _page_watermarks(grid[0], *arguments)
+            elif name == "export_pages":
+                _export(*arguments)
             elif name == "fill_pages_alone":
                 _fill(*arguments)
             else:
@@ -205,6 +208,34 @@ def _fill(
     rows = (np.arange(segments) * int(step) % int(segments))[:, None] * int(row_width)
     slots = rows + np.arange(int(each) * int(page_size))
     _view(start, slots.max() + 1, np.int32)[slots] = value
+
+
+def _export(
+    slots: int,
+    width: Any,
+    size: Any,
+    requests: Any,
+    rows: int,
+    indptr: int,
+    lengths: int,
+    padded: int,
+    most: Any,
+    indices: int,
+    indptr_out: int,
+    last_page_len: int,
+) -> None:
+    n, each = int(requests), int(most)
+    row, tokens = (_view(at, n, np.int32) for at in (rows, lengths))
+    first = _view(indptr, n + 1, np.int32)
+    _view(indptr_out, n + 1, np.int32)[:] = first
+    table, flat = _view(padded, n * each, np.int32), _view(indices, first[-1], np.int32)
+    table[:] = 0
+    for r in range(n):
+        pages = int(first[r + 1] - first[r])
+        at = int(row[r]) * int(width) + np.arange(pages) * int(size)
+        ids = _view(slots, at.max() + 1, np.int32)[at] // size if pages else at
+        table[r * each : r * each + pages] = flat[first[r] : first[r + 1]] = ids
+    _view(last_page_len, n, np.int32)[:] = np.where(tokens > 0, (tokens - 1) % size + 1, 0)
 
 
 def _page_watermarks(

@@ -56,6 +56,7 @@ FLOORS = {
     "sgalloc.distributed": 3,
     "sgalloc.metrics": 3,
     "sgalloc.allocator": 4,
+    "sgalloc.timeline": 5,
     "sgalloc.retraction": 5,
     "sgalloc.admission": 5,
     "sgalloc.replay": 5,
@@ -64,7 +65,8 @@ FLOORS = {
     "sgalloc.cli": 6,
 }
 HOST_ROOMS = ("ledger", "pages", "plan", "sizing", "prefix", "inputs", "errors")
-OUTSIDE = ("sgalloc.replay", "sgalloc.commands", "sgalloc.cli")  # they do time and print
+# They do time and print.
+OUTSIDE = ("sgalloc.replay", "sgalloc.commands", "sgalloc.cli", "sgalloc.timeline")
 
 # -- the package ---------------------------------------------------------------------------------
 

@@ -54,11 +54,18 @@ class Batched(ABC):
     def _grow_large(self, size: int) -> None:
         old = self._large
         self._large_bytes = 1 << (size - 1).bit_length()
-        self._large = Ring(self._make_large, _LARGE_SLOTS, _LARGE_CAP)
+        self._large = Ring(self._make_large, _LARGE_SLOTS, _LARGE_CAP, self._waits)
         if old is not None:
             # Work may still read the smaller slots, so they live as long as the ring does.
             self._large.retired = old
             self._large.grows, self._large.waits = old.grows + 1, old.waits
+
+    def _wait_for_slot(self, event: int) -> None:
+        runtime.eventSynchronize(event)
+
+    def _waits(self, event: int) -> None:
+        # Looked up at the call, since a profiler may have put a range around it.
+        self._wait_for_slot(event)
 
     def _make_large(self, _first: bool) -> Slot:
         # Memory of the pool is free to use at once only on the stream that it is asked for on.

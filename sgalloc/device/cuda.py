@@ -86,6 +86,7 @@ class CudaDevice(Batched):
             "_launch_small": "launch",
             "_launch_step": "launch",
             "write_watermarks": "launch",
+            "_wait_for_slot": "wait for a slot",
         }
         self._fill_pages, self._fill_both = fill_pages, fill_both
         self._fill_small, self._fill = fill_small, fill
@@ -180,7 +181,7 @@ class CudaDevice(Batched):
         with cupy.cuda.Device(self.index):
             wanted = self._bytes_for(DEFAULT_MAX_PAGES if max_pages is None else max_pages)
             if self._small is None:
-                self._small = Ring(self._make_small, _SMALL_SLOTS, _SMALL_CAP)
+                self._small = Ring(self._make_small, _SMALL_SLOTS, _SMALL_CAP, self._waits)
                 self._spare = Spare(self._make_small, _SPARE_SLOTS)
                 self._scan = Scan(self._max_requests)
                 names = ["page_watermarks", "export_pages", "assign_pages", "replay_pages"]

@@ -115,14 +115,27 @@ class Slot(Block):
 class Ring:
     """Slots of one size, used in turn; grows when all are busy, up to a cap, and then waits.
 
+    Args:
+        make: a new slot.
+        count: slots to begin with.
+        cap: most slots.
+        wait: waits for an event, by its handle; CUDA's own function if None.
+
     Attributes:
         grows: slots added because all were busy.
         waits: calls that waited because the cap was reached.
         retired: a ring of smaller slots that this one took the place of.
     """
 
-    def __init__(self, make: Callable[[bool], Slot], count: int, cap: int) -> None:
+    def __init__(
+        self,
+        make: Callable[[bool], Slot],
+        count: int,
+        cap: int,
+        wait: Callable[[int], None] | None = None,
+    ) -> None:
         self._make = make
+        self._wait = wait or (lambda event: runtime.eventSynchronize(event))
         self._slots = [make(True) for _ in range(count)]
         self._cap = cap
         self._next = 0
@@ -149,7 +162,7 @@ class Ring:
                 self.grows += 1
             else:
                 self.waits += 1
-                runtime.eventSynchronize(slot.event)
+                self._wait(slot.event)
         else:
             self._idle = self._idle_behind(at)
         self._next = (at + 1) % len(self._slots)
