@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent
 
 CLI = ["click>=8.1", "rich>=13"]
 REPORT = ["matplotlib>=3.9", "jinja2>=3.1"]
+METRICS = ["prometheus-client>=0.20"]
 TEST = [
     "pytest>=8",
     "hypothesis>=6.100",
@@ -70,7 +71,8 @@ setup(
         "kernels": ["cuda-core>=1.0", "cuda-bindings>=13.2,<14", "nvidia-cuda-nvrtc>=13,<14"],
         "cli": CLI,
         "report": REPORT,
-        "test": [*TEST, *CLI, *REPORT],
+        "metrics": METRICS,
+        "test": [*TEST, *CLI, *REPORT, *METRICS],
         "dev": ["ruff", "mypy", "pre-commit"],
     },
     entry_points={"console_scripts": ["sgalloc = sgalloc.cli:main"]},

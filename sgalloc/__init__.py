@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from sgalloc import admission, extents, retraction, sizing, speculative, timeline
+from sgalloc import (
+    admission,
+    cache_events,
+    extents,
+    metrics,
+    retraction,
+    sizing,
+    speculative,
+    timeline,
+)
 from sgalloc._version import __version__
 from sgalloc.allocator import KVAllocator
 from sgalloc.contiguity import Runs
@@ -54,7 +63,9 @@ __all__ = [
     "WrongState",
     "__version__",
     "admission",
+    "cache_events",
     "extents",
+    "metrics",
     "retraction",
     "sizing",
     "speculative",

@@ -389,6 +389,12 @@ class RadixTree:
             open_nodes.extend(children)
         return found
 
+    def tops(self) -> list[tuple[Hashable, Node]]:
+        """The first node of every prefix, with its namespace."""
+        return [
+            (name, child) for name, root in self._roots.items() for child in root.children.values()
+        ]
+
     # -- inside ----------------------------------------------------------------------------
 
     def _key(self, node: Node) -> bytes:

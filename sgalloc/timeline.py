@@ -22,36 +22,13 @@ from typing import TYPE_CHECKING, Any
 from sgalloc import ranges
 from sgalloc.errors import WrongState
 from sgalloc.inputs import shown, whole_number
+from sgalloc.wrapping import Wraps
 
 if TYPE_CHECKING:
     from sgalloc.allocator import KVAllocator
 
 _HOST, _DEVICE = 1, 2
 _MOST = (1 << 31) - 1
-
-
-class Wraps:
-    """Calls put in the place of methods of objects, and taken away again."""
-
-    def __init__(self) -> None:
-        self._put: list[tuple[Any, str, Any, Any]] = []
-
-    def put(self, target: Any, method: str, call: Any) -> None:
-        """Let ``call`` be what ``target.method`` is."""
-        before = vars(target).get(method)
-        setattr(target, method, call)
-        self._put.append((target, method, call, before))
-
-    def undo(self) -> None:
-        """Take all away, but those that somebody else has wrapped in turn."""
-        for target, method, call, before in reversed(self._put):
-            if vars(target).get(method) is not call:
-                continue
-            if before is None:
-                delattr(target, method)
-            else:
-                setattr(target, method, before)
-        self._put.clear()
 
 
 class Recording:
