@@ -51,6 +51,7 @@ setup(
     package_dir={"sgalloc.cuda": "cuda"},
     package_data={
         "sgalloc": ["py.typed"],
+        "sgalloc.bench": ["shipped.json"],
         "sgalloc.replay": ["templates/*.html"],
         "sgalloc.cuda": ["*.cu", "*.cuh", "README.md"],
     },

@@ -7,12 +7,12 @@ from statistics import median
 from typing import Any
 
 from profiling import window_verbs
-from profiling.aim import BLOCKS, FIRST, STEPWISE
 from profiling.group_verbs import BESIDE, NAMES, PLAIN
-from profiling.harness import LOOP, SUBJECT
 from profiling.layout import Found, Table, spread, times, us
 from profiling.scaling import NEW, WORN, WORN_COLD
-from profiling.verbs import GROWS
+from sgalloc.bench.aim import BLOCKS, FIRST, STEPWISE
+from sgalloc.bench.course import GROWS
+from sgalloc.bench.harness import LOOP, SUBJECT
 
 LIMITS = {"reserve": 15.0, "reserve again": 5.0, "release": 1.0}
 ALL = "all steps"

@@ -12,20 +12,18 @@ import click
 from rich.console import Console
 
 from profiling import (
-    aim,
     answers,
     breakdown,
     cache_verbs,
     group_verbs,
-    machine,
-    measured,
     scaling,
     tables,
     verbs,
     window_verbs,
 )
-from profiling.harness import Effort
-from profiling.measured import Bench
+from sgalloc.bench import aim, machine, measured
+from sgalloc.bench.harness import Effort
+from sgalloc.bench.measured import Bench
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import sgalloc
-from profiling.harness import LOOP, SUBJECT, Effort, Key, Side, Step, alternate
-from profiling.measured import Bench, Record, records_of
-from profiling.python_loop import PythonLoop
-from profiling.twins import Shape, Twins
-from profiling.verbs import GROWS, RESERVE, Course, growth
+from sgalloc.bench.course import GROWS, RESERVE, Course, growth
+from sgalloc.bench.harness import LOOP, SUBJECT, Effort, Key, Side, Step, alternate
+from sgalloc.bench.measured import Bench, Record, records_of
+from sgalloc.bench.python_loop import PythonLoop
+from sgalloc.bench.twins import Shape, Twins
 from sgalloc.device import CpuDevice
 from sgalloc.ledger import Ledger
 from sgalloc.pages import PagePool

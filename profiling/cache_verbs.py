@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import sgalloc
-from profiling.harness import SUBJECT, Effort, Side, Step, alternate
-from profiling.measured import Bench, Record, records_of
+from sgalloc.bench.harness import SUBJECT, Effort, Side, Step, alternate
+from sgalloc.bench.measured import Bench, Record, records_of
 
 GROUP = 16  # requests that share one prefix
 VOCABULARY = 1 << 17

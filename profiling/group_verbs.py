@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 import sgalloc
 from profiling import speculation
-from profiling.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
-from profiling.measured import Bench, Record, records_of
-from profiling.python_loop import PythonLoop, Request
 from profiling.sparse_verbs import BUFFER, make
-from profiling.twins import Shape, Twins, shape_for
-from profiling.verbs import agree
+from sgalloc.bench.course import agree
+from sgalloc.bench.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
+from sgalloc.bench.measured import Bench, Record, records_of
+from sgalloc.bench.python_loop import PythonLoop, Request
+from sgalloc.bench.twins import Shape, Twins, shape_for
 from sgalloc.extents import extents
 
 PLAIN = "plain verb"

@@ -11,7 +11,7 @@ import click
 import numpy as np
 
 import sgalloc
-from profiling.harness import Effort, Key, Side, Step, Summary, alternate, summarize
+from sgalloc.bench.harness import Effort, Key, Side, Step, Summary, alternate, summarize
 
 PAGE, RESERVE, PROMPT, WIDTH = 64, 16, 1000, 1 << 15
 PLAIN, NOTED = "without", "with a journal"

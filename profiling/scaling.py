@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import sgalloc
-from profiling.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
-from profiling.measured import Bench, Record, records_of
-from profiling.twins import Shape, Twins
-from profiling.verbs import agree
+from sgalloc.bench.course import agree
+from sgalloc.bench.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
+from sgalloc.bench.measured import Bench, Record, records_of
+from sgalloc.bench.twins import Shape, Twins
 
 ROWS = 16
 POOL_ROWS = 32

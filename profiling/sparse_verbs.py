@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 import sgalloc
-from profiling.harness import Effort, Side, Step, alternate
 from profiling.layout import us
-from profiling.measured import Bench, Record, records_of
-from profiling.verbs import growth
+from sgalloc.bench.course import growth
+from sgalloc.bench.harness import Effort, Side, Step, alternate
+from sgalloc.bench.measured import Bench, Record, records_of
 
 PLAIN, SPARSE = "plain", "sparse"
 HISTORY, WIDTH = 1024, 2048

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from profiling.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
 from profiling.layout import Found, Table, spread, times, us
-from profiling.measured import Bench, Record, records_of
-from profiling.twins import Twins, shape_for
-from profiling.verbs import BLOCK, CHAIN, RESERVE, TOP_K, Course, agree
+from profiling.verbs import BLOCK, CHAIN, TOP_K
+from sgalloc.bench.course import RESERVE, Course, agree
+from sgalloc.bench.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
+from sgalloc.bench.measured import Bench, Record, records_of
+from sgalloc.bench.twins import Twins, shape_for
 from sgalloc.sizing import alloc_reserve_per_decode
 from sgalloc.speculative import dflash, eagle
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import click
 
-from profiling import measured
-from profiling.aim import BLOCKS, FIRST, STEPWISE
 from profiling.answers import build
-from profiling.harness import SUBJECT
 from profiling.layout import Found, us
-from profiling.verbs import GROWS
+from sgalloc.bench import measured
+from sgalloc.bench.aim import BLOCKS, FIRST, STEPWISE
+from sgalloc.bench.course import GROWS
+from sgalloc.bench.harness import SUBJECT
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"

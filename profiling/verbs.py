@@ -7,21 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from profiling.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
-from profiling.measured import Bench, Record, records_of
-from profiling.python_loop import Request
-from profiling.twins import Twins, shape_for
+from sgalloc.bench.course import RESERVE, Course, agree, growth
+from sgalloc.bench.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
+from sgalloc.bench.measured import Bench, Record, records_of
+from sgalloc.bench.python_loop import Request
+from sgalloc.bench.twins import Twins, shape_for
 from sgalloc.sizing import SpecConfig
 
-RESERVE = 16
-MAX_ACCEPT = 5  # uniform over 1..5: 3 on average
 CHUNK = 64
 # Speculative decoders whose reserve is RESERVE.
 CHAIN = SpecConfig("eagle", steps=RESERVE // 2 - 1, topk=1, draft_tokens=RESERVE // 2)
 BLOCK = SpecConfig("dflash", draft_tokens=RESERVE // 2)
 TOP_K = 20
-GROWS = "steps that grow"
-NO_NEED = "steps without need"
 
 
 def run(batches: Iterable[int], page_sizes: Iterable[int], effort: Effort) -> Bench:
@@ -54,20 +51,6 @@ def measure_cell(batch: int, page_size: int, effort: Effort) -> tuple[list[Recor
     return records, 4
 
 
-def agree(twins: Twins) -> None:
-    """Stop where the subject and the baseline did different work."""
-    difference = twins.difference()
-    if difference is not None:
-        raise RuntimeError(f"after {twins.shape} the two sides differ: {difference}")
-    twins.alloc.check()
-
-
-def growth(result: Any) -> str:
-    """Whether a step moved pages, from a plan or from the loop's count."""
-    pages = result if isinstance(result, int) else result.num_new_pages
-    return GROWS if pages else NO_NEED
-
-
 def life_sides(twins: Twins) -> list[Side]:
     """Open, prefill a whole prompt, release; nothing is held before and after."""
     alloc, loop, shape = twins.alloc, twins.loop, twins.shape
@@ -97,35 +80,6 @@ def life_sides(twins: Twins) -> list[Side]:
             ],
         ),
     ]
-
-
-class Course:
-    """The accepted tokens of a run, step by step, the same for both sides.
-
-    Attributes:
-        at: number of the present step.
-    """
-
-    def __init__(self, twins: Twins, steps: int = 64) -> None:
-        shape = twins.shape
-        if shape.batch > 4096:
-            steps = 8
-        drawn = twins.rng.integers(1, MAX_ACCEPT + 1, (steps, shape.batch))
-        self.arrays = list(drawn)
-        self.lists: list[list[int]] = drawn.tolist()
-        self.at = 0
-        room = shape.row_width - int(twins.base.max()) - RESERVE - shape.page_size
-        self._full = room // MAX_ACCEPT
-        self._since = 0
-
-    def advance(self) -> bool:
-        """Go to the next step; whether the rows are full, and have to be cut back."""
-        self.at = (self.at + 1) % len(self.arrays)
-        self._since += 1
-        if self._since < self._full:
-            return False
-        self._since = 0
-        return True
 
 
 def speculative_sides(twins: Twins) -> list[Side]:

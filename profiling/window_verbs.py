@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import sgalloc
-from profiling.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
 from profiling.layout import Found, Table, spread, times, us
-from profiling.measured import Bench, Record, records_of
-from profiling.python_loop import PythonLoop, Request
-from profiling.verbs import MAX_ACCEPT, RESERVE, growth
+from sgalloc.bench.course import MAX_ACCEPT, RESERVE, growth
+from sgalloc.bench.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
+from sgalloc.bench.measured import Bench, Record, records_of
+from sgalloc.bench.python_loop import PythonLoop, Request
 
 BARE = "sgalloc, no window"
 WINDOW = 256

@@ -18,19 +18,9 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from profiling import (
-    aim,
-    answers,
-    bench_host,
-    breakdown,
-    cache_verbs,
-    group_verbs,
-    machine,
-    measured,
-    tables,
-    verbs,
-)
-from profiling.harness import (
+from profiling import answers, bench_host, breakdown, cache_verbs, group_verbs, tables, verbs
+from sgalloc.bench import aim, course, machine, measured
+from sgalloc.bench.harness import (
     LOOP,
     SUBJECT,
     Effort,
@@ -42,9 +32,9 @@ from profiling.harness import (
     collector_off,
     summarize,
 )
-from profiling.measured import Bench, Record
-from profiling.python_loop import OutOfMemory, PythonLoop, Request
-from profiling.twins import Shape, Twins
+from sgalloc.bench.measured import Bench, Record
+from sgalloc.bench.python_loop import OutOfMemory, PythonLoop, Request
+from sgalloc.bench.twins import Shape, Twins
 
 TINY = bench_host.Size(
     effort="tiny",
@@ -200,10 +190,10 @@ def test_growing_steps_are_told_from_the_others_alike() -> None:
     twins.fill()
     times = alternate(verbs.decode_sides(twins), Effort(seconds=0.0, least=64, warm_up=0))
     count = {key: len(series) for key, series in times.items()}
-    for label in (verbs.GROWS, verbs.NO_NEED):
+    for label in (course.GROWS, course.NO_NEED):
         assert count[Key(SUBJECT, "decode", label)] == count[Key(LOOP, "decode", label)] > 0
     # In 64 steps each request opens one page of 64, at most all in different steps.
-    assert count[Key(SUBJECT, "decode", verbs.GROWS)] <= 4
+    assert count[Key(SUBJECT, "decode", course.GROWS)] <= 4
 
 
 @pytest.mark.parametrize(
@@ -237,10 +227,10 @@ def test_growing_steps_are_told_from_the_others_alike() -> None:
 def test_a_difference_is_found(spoil: Callable[[Twins], Any], says: str) -> None:
     twins = Twins(Shape(4, 16, history=100, row_width=384))
     twins.fill()
-    verbs.agree(twins)
+    course.agree(twins)
     spoil(twins)
     with pytest.raises(RuntimeError, match=says):
-        verbs.agree(twins)
+        course.agree(twins)
 
 
 def test_the_loop_refuses_what_it_has_no_room_for() -> None:
@@ -426,7 +416,7 @@ def test_verdicts_follow_the_numbers() -> None:
         for turns in (aim.BLOCKS, aim.STEPWISE):
             for side in (SUBJECT, LOOP):
                 at: dict[str, int | str] = {"batch": 256, "page": 64, "turns": turns}
-                for name, label in (("reserve", verbs.GROWS), ("reserve", answers.ALL)):
+                for name, label in (("reserve", course.GROWS), ("reserve", answers.ALL)):
                     summary = Summary(7, reserve, reserve, reserve)
                     made.append(Record(name, side, at, summary, label))
                 for name in ("reserve again", "commit", "release"):

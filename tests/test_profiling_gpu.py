@@ -35,8 +35,9 @@ from profiling.gpu import (
     strided,
     transport,
 )
-from profiling.harness import Effort, Key, Side, Step, Summary
-from profiling.measured import Record
+from sgalloc.bench import harness
+from sgalloc.bench.harness import Effort, Key, Side, Step, Summary, in_turns
+from sgalloc.bench.measured import Record
 
 SCRIPTS: dict[str, Any] = {
     "steps": steps,
@@ -170,7 +171,7 @@ def test_steps_cover_what_they_should(documents: dict[str, dict[str, Any]]) -> N
     for batch in (1, 5):
         for page in (1, 16, 64):
             at = {"batch": batch, "page": page}
-            for until in (clock.RETURN, clock.DONE):
+            for until in (harness.RETURN, harness.DONE):
                 for side in (steps.ON_GPU, steps.ON_CPU):
                     assert found.one("reserve", side, label="all steps", until=until, **at)
                     assert found.one("decode", side, label="all steps", until=until, **at)
@@ -188,7 +189,7 @@ def test_groups_cover_what_they_should(documents: dict[str, dict[str, Any]]) -> 
         for batch in (1, 5):
             for page in (16, 64):
                 at = {"batch": batch, "page": page}
-                for until in (clock.RETURN, clock.DONE):
+                for until in (harness.RETURN, harness.DONE):
                     mine = found.one(case.name, groups.ON_GPU, until=until, **at)
                     assert mine and found.one(case.name, groups.ON_CPU, until=until, **at)
                     plain = found.one(case.name, groups.PLAIN, until=until, **at)
@@ -331,7 +332,7 @@ def test_every_timed_call_begins_and_ends_on_an_idle_gpu() -> None:
             Step(None, lambda: log.append("untimed")),
         ],
     )
-    host, total = clock.in_turns([side], SHORT, lambda: log.append("wait"))
+    host, total = in_turns([side], SHORT, lambda: log.append("wait"))
     assert "".join(log).count("waitawait") == log.count("a") == 2 + 4
     assert host.keys() == total.keys() == {Key("x", "a", "label")}
     (mine,), (whole,) = host.values(), total.values()
@@ -376,7 +377,7 @@ def test_a_kernel_is_held_against_its_aim(took: float, word: str) -> None:
 def test_the_device_part_is_held_against_three_launches(took: float, word: str) -> None:
     records = []
     for batch, mine in ((256, took), (1024, 100.0)):
-        at = {"batch": batch, "page": 64, "calls": steps.ONE, "until": clock.RETURN}
+        at = {"batch": batch, "page": 64, "calls": steps.ONE, "until": harness.RETURN}
         records.append(Record("reserve", steps.ON_GPU, at, flat(20.0), "all steps"))
         records.append(Record(steps.WRITE, steps.ON_GPU, at, flat(mine)))
         records.append(Record(steps.LAUNCH, steps.ON_GPU, at, flat(2.4)))

@@ -10,7 +10,7 @@ from stand_in_cuda import Cuda, stand_in
 
 import sgalloc
 from profiling.gpu import clock, groups
-from profiling.harness import Effort
+from sgalloc.bench.harness import Effort
 
 SHORT = Effort(seconds=0.0, least=4, warm_up=2, block=2)
 

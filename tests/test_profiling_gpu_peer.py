@@ -13,9 +13,10 @@ import pytest
 from stand_in_cuda import Cuda, stand_in
 
 from profiling.gpu import clock, layout, peer_sglang, sglang_engine
-from profiling.harness import Effort, Summary
-from profiling.measured import Record
-from profiling.twins import Shape
+from sgalloc.bench import harness
+from sgalloc.bench.harness import Effort, Summary
+from sgalloc.bench.measured import Record
+from sgalloc.bench.twins import Shape
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def flat(value: float) -> Summary:
 
 @pytest.mark.parametrize(("theirs", "word"), [(300.0, "met"), (299.0, "missed")])
 def test_the_peer_is_held_against_the_aim(theirs: float, word: str) -> None:
-    at = {"batch": 256, "page": 64, "until": clock.RETURN}
+    at = {"batch": 256, "page": 64, "until": harness.RETURN}
     found = found_of(
         Record("reserve", peer_sglang.MINE, at, flat(20.0), "all steps"),
         Record("reserve", peer_sglang.SGLANG, at, flat(theirs), "all steps"),
@@ -145,7 +146,7 @@ def test_both_sides_do_the_same_work(
         for side in (peer_sglang.MINE, peer_sglang.SGLANG)
     }
     assert counts[peer_sglang.MINE] == counts[peer_sglang.SGLANG]
-    assert set(counts[peer_sglang.MINE]) == {clock.RETURN, clock.DONE}
+    assert set(counts[peer_sglang.MINE]) == {harness.RETURN, harness.DONE}
     if what == "release":
         monkeypatch.setattr(Pool, "lost", 1)
         with pytest.raises(RuntimeError, match="pages are free in sgalloc"):

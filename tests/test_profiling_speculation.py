@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from profiling import speculation
-from profiling.harness import LOOP, SUBJECT, Effort, alternate
 from profiling.layout import Found
-from profiling.twins import Shape, Twins
+from sgalloc.bench.harness import LOOP, SUBJECT, Effort, alternate
+from sgalloc.bench.twins import Shape, Twins
 
 KINDS = (speculation.RESERVES, speculation.EAGLE, speculation.DFLASH, speculation.LENGTHS)
 ROUNDS = Effort(seconds=0.0, least=25, warm_up=1, block=3)

@@ -58,6 +58,7 @@ FLOORS = {
     "sgalloc.distributed": 3,
     "sgalloc.metrics": 3,
     "sgalloc.allocator": 4,
+    "sgalloc.bench": 5,
     "sgalloc.timeline": 5,
     "sgalloc.retraction": 5,
     "sgalloc.admission": 5,
@@ -68,7 +69,7 @@ FLOORS = {
 }
 HOST_ROOMS = ("ledger", "pages", "plan", "sizing", "prefix", "inputs", "errors")
 # They do time and print.
-OUTSIDE = ("sgalloc.replay", "sgalloc.commands", "sgalloc.cli", "sgalloc.timeline")
+OUTSIDE = ("sgalloc.replay", "sgalloc.commands", "sgalloc.cli", "sgalloc.timeline", "sgalloc.bench")
 
 # -- the package ---------------------------------------------------------------------------------
 

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter, perf_counter_ns
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from profiling.harness import Effort, Key, Side, collector_off
-from profiling.measured import Record, records_of
-
-# Until when a call is timed: until it comes back, or until the GPU is done with it.
-RETURN, DONE = "return", "done"
 
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
@@ -121,50 +113,3 @@ class Gpu:
     def free_unused(self) -> None:
         """Give device memory that nothing uses back to CUDA."""
         self._cupy.get_default_memory_pool().free_all_blocks()
-
-
-def in_turns(
-    sides: Sequence[Side], effort: Effort, wait: Callable[[], None]
-) -> tuple[dict[Key, list[int]], dict[Key, list[int]]]:
-    """As `harness.alternate`, but every timed call begins and ends on an idle GPU.
-
-    Returns:
-        Nanoseconds by key: until the call came back, and until ``wait`` after it did.
-    """
-    host: dict[Key, list[int]] = {}
-    total: dict[Key, list[int]] = {}
-    clock = perf_counter_ns
-    with collector_off():
-        rounds = -effort.warm_up
-        end = math.inf
-        while rounds < effort.most and (rounds < effort.least or perf_counter() < end):
-            for side in sides:
-                for _ in range(effort.block if rounds >= 0 else 1):
-                    for name, call, label in side.steps:
-                        wait()
-                        begin = clock()
-                        result = call()
-                        back = clock()
-                        wait()
-                        done = clock()
-                        if name is not None and rounds >= 0:
-                            key = Key(side.name, name, label(result) if label else "")
-                            host.setdefault(key, []).append(back - begin)
-                            total.setdefault(key, []).append(done - begin)
-            rounds += effort.block if rounds >= 0 else 1
-            if rounds == 0:
-                end = perf_counter() + effort.seconds
-    return host, total
-
-
-def both_records(
-    times: tuple[Mapping[Key, Sequence[int]], Mapping[Key, Sequence[int]]],
-    at: Mapping[str, int | str],
-    per: int = 1,
-) -> list[Record]:
-    """The records of `in_turns`: each series until the return, and until it is done."""
-    host, total = times
-    return [
-        *records_of(host, {**at, "until": RETURN}, per),
-        *records_of(total, {**at, "until": DONE}, per),
-    ]

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import click
 
-from profiling import machine
 from profiling.gpu.layout import Found, Table, machine_text
-from profiling.measured import Record
+from sgalloc.bench import machine
+from sgalloc.bench.measured import Record
 from sgalloc.device import cuda_missing
 
 SCHEMA = "sgalloc-gpu-benchmarks"

@@ -18,11 +18,20 @@ import numpy as np
 
 import sgalloc
 from profiling.gpu import common
-from profiling.gpu.clock import DONE, RETURN, Gpu, both_records, in_turns
+from profiling.gpu.clock import Gpu
 from profiling.gpu.layout import Found, Table, ratio, size, spread, times
-from profiling.harness import Effort, Side, Step, collector_off, summarize
-from profiling.measured import Record
-from profiling.verbs import MAX_ACCEPT, RESERVE
+from sgalloc.bench.course import MAX_ACCEPT, RESERVE
+from sgalloc.bench.harness import (
+    DONE,
+    RETURN,
+    Effort,
+    Side,
+    Step,
+    collector_off,
+    in_turns,
+    summarize,
+)
+from sgalloc.bench.measured import Record, both_records
 from sgalloc.plan import Segments
 
 ON_HOST, ON_DEVICE = "host", "device"

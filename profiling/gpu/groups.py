@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 import sgalloc
 from profiling.gpu import common
-from profiling.gpu.clock import DONE, RETURN, Gpu, both_records, in_turns
+from profiling.gpu.clock import Gpu
 from profiling.gpu.layout import Found, Table, ratio, spread, times, us
-from profiling.harness import Effort, Side, Step
-from profiling.measured import Record
-from profiling.twins import Shape, shape_for
-from profiling.verbs import BLOCK, CHAIN, RESERVE, TOP_K, Course
+from profiling.verbs import BLOCK, CHAIN, TOP_K
+from sgalloc.bench.course import RESERVE, Course
+from sgalloc.bench.harness import DONE, RETURN, Effort, Side, Step, in_turns
+from sgalloc.bench.measured import Record, both_records
+from sgalloc.bench.twins import Shape, shape_for
 from sgalloc.speculative import dflash, eagle
 
 ON_GPU, ON_CPU, PLAIN = "sgalloc on the GPU", "sgalloc on the CPU", "plain verb on the GPU"
@@ -75,7 +76,7 @@ class World:
         self._sparse = sparse is not None
         self.batch: Any = None
         self.restart()
-        self.course = Course(self)  # type: ignore[arg-type]
+        self.course = Course(self)
 
     def restart(self) -> None:
         """Release the running requests, and run them anew."""

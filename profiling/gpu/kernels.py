@@ -16,8 +16,8 @@ from profiling.gpu.beside import CLEARS, MAP, Siding
 from profiling.gpu.clock import Gpu
 from profiling.gpu.handmade import Gathering, Growing, Launch, Marking
 from profiling.gpu.layout import Found, Table, ratio, size, spread, times, us
-from profiling.harness import summarize
-from profiling.measured import Record
+from sgalloc.bench.harness import summarize
+from sgalloc.bench.measured import Record
 
 ASSIGN, MARKS, GATHER = "assign_pages", "page_watermarks", "gather_slots"
 SIDE = "assign_pages, second group"

@@ -14,10 +14,10 @@ import numpy as np
 
 import sgalloc
 from profiling.gpu import common
-from profiling.gpu.clock import DONE, RETURN, Gpu, both_records, in_turns
+from profiling.gpu.clock import Gpu
 from profiling.gpu.layout import Found, Table, ratio, spread, times, us
-from profiling.harness import Effort, Side, Step
-from profiling.measured import Record
+from sgalloc.bench.harness import DONE, RETURN, Effort, Side, Step, in_turns
+from sgalloc.bench.measured import Record, both_records
 from sgalloc.plan import Segments
 
 CALLS = 8  # in a row; fewer than the staging ring has slots

@@ -18,14 +18,14 @@ import numpy as np
 
 import sgalloc
 from profiling.gpu import common
-from profiling.gpu.clock import DONE, RETURN, Gpu, both_records, in_turns
+from profiling.gpu.clock import Gpu
 from profiling.gpu.handmade import Growing
 from profiling.gpu.layout import Found, Table, ratio, spread, times
 from profiling.gpu.sglang_engine import VARIABLE, Engine, Peer, load
-from profiling.harness import Effort, Side, Step, Summary, summarize
-from profiling.measured import Record
-from profiling.twins import Shape, shape_for
-from profiling.verbs import GROWS, MAX_ACCEPT, NO_NEED, RESERVE, growth
+from sgalloc.bench.course import GROWS, MAX_ACCEPT, NO_NEED, RESERVE, growth
+from sgalloc.bench.harness import DONE, RETURN, Effort, Side, Step, Summary, in_turns, summarize
+from sgalloc.bench.measured import Record, both_records
+from sgalloc.bench.twins import Shape, shape_for
 
 MINE, SGLANG = "sgalloc", "SGLang"
 AIMS = {256: 15.0, 4096: 30.0, 65536: 60.0}

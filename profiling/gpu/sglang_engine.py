@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling.twins import Shape
-from profiling.verbs import RESERVE
+from sgalloc.bench.course import RESERVE
+from sgalloc.bench.twins import Shape
 
 VARIABLE = "SGL_SRC"
 # Imported by its modules, and not called on the way measured here.

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 import sgalloc
 from profiling.gpu import common
-from profiling.gpu.clock import DONE, RETURN, Gpu, both_records, in_turns
+from profiling.gpu.clock import Gpu
 from profiling.gpu.layout import Found, Table, ratio, spread, times, us
-from profiling.harness import Effort, Key, Side, Step
-from profiling.measured import Record
-from profiling.twins import Shape, shape_for
-from profiling.verbs import GROWS, MAX_ACCEPT, NO_NEED, RESERVE, Course, growth
+from sgalloc.bench.course import GROWS, MAX_ACCEPT, NO_NEED, RESERVE, Course, growth
+from sgalloc.bench.harness import DONE, RETURN, Effort, Key, Side, Step, in_turns
+from sgalloc.bench.measured import Record, both_records
+from sgalloc.bench.twins import Shape, shape_for
 from sgalloc.plan import Segments
 
 ON_GPU, ON_CPU, BARE = "sgalloc on the GPU", "sgalloc on the CPU", "graph launch"
@@ -157,7 +157,7 @@ def reserve_sides(pair: Pair, gpu: Gpu, bare: Any) -> list[Side]:
     """Speculative steps for ever, cut back when the rows are full."""
     device, flat = pair.gpu._core.device, pair.gpu._ledger.pages_flat
     plan: list[Any] = [None, None]
-    mine, theirs = Course(pair), Course(pair)  # type: ignore[arg-type]
+    mine, theirs = Course(pair), Course(pair)
     theirs.arrays = mine.arrays
     batches = [alloc.batch(pair.handles) for alloc in (pair.gpu, pair.cpu)]
 

@@ -15,11 +15,11 @@ import click
 import numpy as np
 
 from profiling.gpu import common
-from profiling.gpu.clock import DONE, RETURN, Gpu, both_records, in_turns
+from profiling.gpu.clock import Gpu
 from profiling.gpu.handmade import Grid, fill_small_slot, lay_out, made_up_ids, small_slot
 from profiling.gpu.layout import Found, Table, size, us
-from profiling.harness import Effort, Side, Step, summarize
-from profiling.measured import Record
+from sgalloc.bench.harness import DONE, RETURN, Effort, Side, Step, in_turns, summarize
+from sgalloc.bench.measured import Record, both_records
 from sgalloc.device.kernels import THREADS, kernel
 
 # The first two fit into a small staging slot.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from sgalloc import __version__
+from sgalloc.commands.bench import bench
 from sgalloc.commands.replay import replay
 
 
@@ -14,4 +15,5 @@ def cli() -> None:
     """sgalloc: which slots of the KV pool every request holds, decided on the host."""
 
 
+cli.add_command(bench)
 cli.add_command(replay)

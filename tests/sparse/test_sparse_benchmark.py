@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from profiling import sparse_verbs
-from profiling.harness import Effort, Key, alternate
 from profiling.sparse_verbs import BUFFER, HISTORY, PLAIN, SCRATCH, SPARSE
+from sgalloc.bench.harness import Effort, Key, alternate
 
 
 @pytest.mark.parametrize("page", [1, 16])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from profiling import window_verbs
-from profiling.harness import LOOP, SUBJECT, Effort, alternate
 from profiling.layout import Found
+from sgalloc.bench.harness import LOOP, SUBJECT, Effort, alternate
 
 BRIEF = Effort(0.0, 10, most=10, block=5)
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from profiling.harness import LOOP, SUBJECT, Effort, Key, Side, Step, alternate, summarize
-from profiling.measured import Bench, Record, records_of
-from profiling.python_loop import Request
-from profiling.twins import Shape, Twins
-from profiling.verbs import GROWS, NO_NEED, RESERVE, Course, agree, growth
+from sgalloc.bench.course import GROWS, NO_NEED, RESERVE, Course, agree, growth
+from sgalloc.bench.harness import LOOP, SUBJECT, Effort, Key, Side, Step, alternate, summarize
+from sgalloc.bench.measured import Bench, Record, records_of
+from sgalloc.bench.python_loop import Request
+from sgalloc.bench.twins import Shape, Twins
 
 BATCH = 256
 RELEASED = 64

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import sgalloc
-from profiling.harness import empty_call
+from sgalloc.bench.harness import empty_call
 
 # More than this share of a core taken by others, and the run counts as disturbed.
 IDLE_BELOW = 0.1

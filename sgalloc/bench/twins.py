@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import sgalloc
-from profiling.python_loop import PythonLoop, Request
+from sgalloc.bench.python_loop import PythonLoop, Request
 
 Int64 = NDArray[np.int64]
 

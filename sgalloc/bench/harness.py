@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 
 SUBJECT = "sgalloc"
 LOOP = "python loop"
+# Until when a call is timed: until it comes back, or until the GPU is done with it.
+RETURN, DONE = "return", "done"
 
 
 class Step(NamedTuple):
@@ -107,6 +110,40 @@ def alternate(sides: Sequence[Side], effort: Effort) -> dict[Key, list[int]]:
                             times.setdefault(key, []).append(took)
             rounds += effort.block
     return {key: series for key, series in times.items() if series}
+
+
+def in_turns(
+    sides: Sequence[Side], effort: Effort, wait: Callable[[], None]
+) -> tuple[dict[Key, list[int]], dict[Key, list[int]]]:
+    """As `alternate`, but every timed call begins and ends on an idle GPU.
+
+    Returns:
+        Nanoseconds by key: until the call came back, and until ``wait`` after it did.
+    """
+    host: dict[Key, list[int]] = {}
+    total: dict[Key, list[int]] = {}
+    clock = perf_counter_ns
+    with collector_off():
+        rounds = -effort.warm_up
+        end = math.inf
+        while rounds < effort.most and (rounds < effort.least or perf_counter() < end):
+            for side in sides:
+                for _ in range(effort.block if rounds >= 0 else 1):
+                    for name, call, label in side.steps:
+                        wait()
+                        begin = clock()
+                        result = call()
+                        back = clock()
+                        wait()
+                        done = clock()
+                        if name is not None and rounds >= 0:
+                            key = Key(side.name, name, label(result) if label else "")
+                            host.setdefault(key, []).append(back - begin)
+                            total.setdefault(key, []).append(done - begin)
+            rounds += effort.block if rounds >= 0 else 1
+            if rounds == 0:
+                end = perf_counter() + effort.seconds
+    return host, total
 
 
 @contextmanager

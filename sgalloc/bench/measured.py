@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling.harness import Key, Summary, summarize
+from sgalloc.bench.harness import DONE, RETURN, Key, Summary, summarize
 
 SCHEMA = "sgalloc-host-benchmarks"
 VERSION = 1
@@ -98,6 +98,19 @@ def records_of(
     for (side, step), series in together.items():
         records.append(Record(step, side, at, summarize(series, per), "all steps"))
     return records
+
+
+def both_records(
+    times: tuple[Mapping[Key, Sequence[int]], Mapping[Key, Sequence[int]]],
+    at: Mapping[str, int | str],
+    per: int = 1,
+) -> list[Record]:
+    """The records of `in_turns`: each series until the return, and until it is done."""
+    host, total = times
+    return [
+        *records_of(host, {**at, "until": RETURN}, per),
+        *records_of(total, {**at, "until": DONE}, per),
+    ]
 
 
 def document(
