@@ -83,7 +83,8 @@ def steps(device: str) -> list[tuple[Case, Callable[[], Any], Callable[[], Any]]
     """Each case with what prepares a step of it, launching nothing, and the step."""
     small, large = (Workload(n, False, device) for n in (SMALL, LARGE))
     pair = [Workload(n, True, device) for n in (SMALL, LARGE)]
-    staged = [(load, load.alloc.captured(SMALL)) for load in (small, pair[0])]
+    # A plan of both groups counts the pages of both.
+    staged = [(load, load.alloc.captured(2 * SMALL)) for load in (small, pair[0])]
     export = large.alloc.page_tables(LARGE, ROW_PAGES)
 
     def stage(load: Workload, update: Any) -> None:
