@@ -80,6 +80,25 @@ def test_the_page_on_the_journal_runs() -> None:
     assert names["before"].records == 10  # type: ignore[attr-defined]
 
 
+def test_the_page_on_profiling_runs() -> None:
+    names = run_blocks(ROOT / "docs" / "profiling.md")
+    assert names["names"].count("forward") == 3, "the page records three steps"  # type: ignore[attr-defined]
+    assert len(names["known"]) == 3  # type: ignore[arg-type]
+    if "torch" in names:
+        assert "sgalloc.reserve" in names["seen"]  # type: ignore[operator]
+    if "registry" in names:
+        assert 'sgalloc_pages{group="full",model="a",state="free"} 4096.0' in names["text"]  # type: ignore[operator]
+
+
+def test_every_picture_that_the_pages_show_is_there() -> None:
+    shown = 0
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / name).exists(), f"{page.name} shows {name}, which does not exist"
+            shown += 1
+    assert shown >= 5
+
+
 def test_every_file_that_the_pages_name_is_there() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         text = page.read_text(encoding="utf-8")
