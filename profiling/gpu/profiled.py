@@ -48,7 +48,7 @@ CASES = (
     Case("assign_mapped", "a page each", SMALL, _pages(SMALL)),
     Case("assign_pages", "8 pages each", LARGE, _pages(GROWTH * LARGE)),
     Case("assign_pages", "a gather of 16 slots each", LARGE, 16 * LARGE * ENTRY),
-    Case("assign_both", "a page each in both groups", SMALL, 2 * _pages(SMALL)),
+    Case("assign_both_mapped", "a page each in both groups", SMALL, 2 * _pages(SMALL)),
     Case("assign_both", "8 pages each in both groups", LARGE, 2 * _pages(GROWTH * LARGE)),
     Case("replay_pages", "a page each, staged for a graph", SMALL, _pages(SMALL)),
     Case("replay_both", "a page each in both groups, staged", SMALL, 2 * _pages(SMALL)),
