@@ -329,6 +329,18 @@ def test_torchs_profiler_sees_the_ranges() -> None:
     assert wrapped(alloc) == set()
 
 
+def test_no_range_is_made_while_torchs_profiler_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+
+    def never(name: str) -> None:
+        raise AssertionError(f"a range {name} was made for nobody")
+
+    monkeypatch.setattr(torch.profiler, "record_function", never)
+    alloc = make()
+    with timeline.torch_ranges(alloc):
+        alloc.extend(alloc.open(), 5)
+
+
 def test_without_torch_its_ranges_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
