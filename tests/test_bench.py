@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from stand_in_cuda import Cuda, stand_in
 
-from profiling import shipped
+from profiling import observers, shipped
 from sgalloc.bench import measured, short
 from sgalloc.commands import cli
 
@@ -90,3 +90,10 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     assert refused.exit_code == 2 and "--device" in refused.output
     too_short = CliRunner().invoke(cli, ["bench", "--seconds", "0"])
     assert too_short.exit_code == 2 and "0.1" in too_short.output
+
+
+def test_what_watching_costs_is_measured() -> None:
+    shown = CliRunner().invoke(observers.main, ["--rounds", "10"])
+    assert shown.exit_code == 0, shown.output
+    for name in ("release, followed", "drain, no token ids", "step, recorded", "stats()"):
+        assert f"  {name}: " in shown.output
