@@ -16,6 +16,8 @@ from sgalloc.inputs import Int64, int64_array, on_device, shown
 from sgalloc.ledger import Ledger
 from sgalloc.pages import Int32
 
+_NO_POSITION = -1
+
 
 class Accepted(NamedTuple):
     """The accepted tokens of some requests.
@@ -43,12 +45,14 @@ def read_accepted(accepted: Any, n: int, single: bool) -> Accepted:
     """What a caller passes: one sequence of positions a request.
 
     Args:
-        accepted: sequences; for a ``single`` request also a flat one.
+        accepted: sequences, or an array ``(n, most)`` with -1 at the ends of shorter rows; for a
+            ``single`` request also a flat one.
         n: requests.
         single: whether the caller named one handle, not a sequence of handles.
 
     Raises:
-        TypeError, ValueError: no integers on the host, or a wrong number of sequences.
+        TypeError, ValueError: no integers on the host, a wrong number of sequences, or a -1
+            before a position.
     """
     if not _sized(accepted) or on_device(accepted):
         raise TypeError(
@@ -64,8 +68,7 @@ def read_accepted(accepted: Any, n: int, single: bool) -> Accepted:
     if not n:
         return Accepted(np.empty(0, np.int64), np.empty(0, np.int64))
     if type(accepted) is np.ndarray and accepted.ndim == 2:
-        flat = int64_array(accepted.reshape(-1), "accepted")
-        return Accepted(flat, np.full(n, accepted.shape[1], np.int64))
+        return _padded(int64_array(accepted.reshape(-1), "accepted").reshape(accepted.shape))
     if set(map(type, accepted)) <= {list, tuple}:
         flat = int64_array(list(chain.from_iterable(accepted)), "accepted")
         return Accepted(flat, np.fromiter(map(len, accepted), np.int64, n))
@@ -149,6 +152,17 @@ def compact(core: Core, rows: Int64, accepted: Accepted, after: Any) -> Moves:
     core.ledger.commit_to(rows, committed)
     returning.trim(core, rows, committed, after)
     return found
+
+
+def _padded(accepted: Int64) -> Accepted:
+    """The rows of an array, -1 at their ends left out."""
+    given = accepted != _NO_POSITION
+    gap = (given[:, 1:] & ~given[:, :-1]).any(axis=1).nonzero()[0]
+    if gap.size:
+        raise ValueError(
+            f"accepted[{gap[0]}] has a position behind a -1: -1 stands at the end of a row alone"
+        )
+    return Accepted(accepted[given], given.sum(axis=1))
 
 
 def _slots(ledger: Ledger, lists: Ledger | Window, home: Int64, positions: Int64) -> Int32:

@@ -77,7 +77,8 @@ class GivingBack(Holdings):
         Args:
             x: a batch, handles or a handle.
             accepted: row positions of each request's accepted tokens in order, within
-                ``[C, A)``, ascending (one sequence per request).
+                ``[C, A)``, ascending: one sequence per request, or an array ``(n, most)`` with -1
+                at the ends of shorter rows.
             after: an event that is done when the moves are; pages wait until then.
 
         Returns:

@@ -82,6 +82,18 @@ def test_a_two_dimensional_array_and_a_single_handle() -> None:
     assert alloc.allocated(h).tolist() == [12, 20], "what was reserved went back"
 
 
+def test_an_array_padded_with_minus_one_is_its_rows() -> None:
+    alloc, h = speculating()
+    other, _ = speculating()
+    found = alloc.compact(h, np.array([[10, 12, 20], [8, 11, -1]]))
+    wanted = other.compact(h, [[10, 12, 20], [8, 11]])
+    assert [part.tolist() for part in found] == [part.tolist() for part in wanted]
+    assert alloc.committed(h).tolist() == [12, 10]
+    alloc.compact(h, np.full((2, 3), -1))
+    assert alloc.committed(h).tolist() == [12, 10]
+    assert_laws(alloc)
+
+
 def test_torch_tensors_on_the_cpu() -> None:
     torch = pytest.importorskip("torch")
     alloc, h = speculating()
@@ -166,6 +178,13 @@ def test_refused_with_nothing_changed(accepted: Any, error: type[Exception], nam
     counted = {"CommitPastExtent": 2} if error is sgalloc.CommitPastExtent else {}
     assert alloc.stats().refusals == counted
     alloc.compact(h, [[9], [8]])
+
+
+def test_padding_stands_at_the_end_of_a_row_alone() -> None:
+    alloc, h = speculating()
+    for wrong in ([[10, 12], [-1, 8]], [[10, -1, 12], [8, 9, 10]], [[10, 12], [8, -2]]):
+        with unchanged(alloc), pytest.raises(ValueError, match=r"-1|below"):
+            alloc.compact(h, np.array(wrong))
 
 
 def test_other_refusals() -> None:
