@@ -259,13 +259,10 @@ class Holdings:
             counting_cache: count the pages of the prefix cache that could be evicted, too.
         """
         core, counting_cache = self._core, flag(counting_cache, "counting_cache")
-        if group == core.pool.group:
-            return core.pool.free + (core.evictable if counting_cache else 0)
-        side = core.side
-        if side is not None and group == side.pool.group:
-            return side.pool.free + (core.side_evictable if counting_cache else 0)
-        have = " and ".join(f"'{name}'" for name in core.rooms(False))
-        raise ValueError(f"there is no group {group!r}: this allocator has {have}")
+        pool = self._pool(group)
+        if not counting_cache:
+            return pool.free
+        return pool.free + (core.evictable if pool is core.pool else core.side_evictable)
 
     @counted
     def fits(
@@ -355,18 +352,28 @@ class Holdings:
         """
         return self._window().first.take(self._ledger.rows_of(x)) * self.page_size
 
-    def owners(self) -> Int64:
-        """Who has each page, int64 ``(num_pages + 1,)``, a copy; entry 0 is the padding page.
+    def owners(self, group: str | None = None) -> Int64:
+        """Who has each page of a group, int64 ``(pages + 1,)``, a copy; entry 0 is padding.
 
         A positive number is the row of the one request that owns the page. 0 is free, -1 in
         the prefix cache, -2 in quarantine, -3 in the prefix cache and held by a request or an
         event, -4 pinned for a remote writer.
+
+        Args:
+            group: its name; the group whose slots the table holds if None.
+
+        Raises:
+            ValueError: there is no such group.
         """
-        owners = self._core.pool.holder.copy()
+        pool = self._core.pool if group is None else self._pool(group)
+        owners = pool.holder.copy()
         if self._core.tree is not None:
+            main = pool is self._core.pool
             for node in self._core.tree.nodes():
                 if node.locks:
-                    owners[node.pages] = LOCKED
+                    # A cached page without one in the second group names its padding page.
+                    owners[node.pages if main else node.sides] = LOCKED
+            owners[0] = 0
         return owners
 
     def page_tables(self, max_requests: int, max_pages: int) -> PageTables:
@@ -445,6 +452,16 @@ class Holdings:
         if not isinstance(self._core.side, Window):
             raise ValueError("this allocator has no window group: make it with window=")
         return self._core.side
+
+    def _pool(self, group: str) -> PagePool:
+        """The pool of pages of a group."""
+        core = self._core
+        if group == core.pool.group:
+            return core.pool
+        if core.side is not None and group == core.side.pool.group:
+            return core.side.pool
+        have = " and ".join(f"'{name}'" for name in core.rooms(False))
+        raise ValueError(f"there is no group {group!r}: this allocator has {have}")
 
     def _device_pages(self) -> DevicePages:
         if not isinstance(self._core.side, DevicePages):
