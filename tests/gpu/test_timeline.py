@@ -23,6 +23,7 @@ def make() -> Any:
 
 
 def steps(alloc: Any, b: Any) -> None:
+    alloc.reserve(b.handles[:8], 64)  # few pages, which a graph reads from mapped memory
     for _ in range(20):
         alloc.reserve(b, 16)
         alloc.commit(b, 4)
@@ -67,7 +68,10 @@ def test_a_recorded_step_waits_for_nothing(spy: Spy) -> None:
 def test_torchs_profiler_sees_ranges_and_kernels_together(torch: Any) -> None:
     alloc, b = make()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with timeline.torch_ranges(alloc), torch.profiler.profile(activities=activities) as profile:
+    with (
+        timeline.torch_ranges(alloc),
+        torch.profiler.profile(activities=activities, acc_events=True) as profile,
+    ):
         steps(alloc, b)
         torch.cuda.synchronize()
     names = {one.name for one in profile.events()}
