@@ -1,6 +1,9 @@
 """The picture: tokens a second, and what the allocator takes of a step, beside a naive one.
 
 python -m examples.engine.bench --device cuda --model 1b --running 256 --seconds 10 --out FILE.json
+
+Four engines over one model (both allocators, with and without overlap) are filled first, and then
+measured in turns.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from examples.engine.naive import NaiveAllocator, NaiveScheduler
 from examples.engine.scheduler import Request
 
 VERBS = ("open", "batch", "plan", "apply", "release", "settle", "rows", "committed")
-TRACED = 200  # steps that the time line shows
+PARTS = 4000  # of the last steps, that the time line shows
 
 
 class Clock:
@@ -63,60 +66,92 @@ def workload(settings: Settings, vocab: int) -> Callable[[], Request]:
     return request
 
 
-def measure(model: Model, settings: Settings, naive: bool, seconds: float) -> dict[str, Any]:
-    """Keep the engine full for ``seconds``; what came of it."""
-    engine = Engine(model, settings, NaiveAllocator(settings, model) if naive else None)
-    if naive:
-        engine.scheduler = NaiveScheduler(engine.alloc, engine.scheduler.limits, False)
-    scheduler, clock = engine.scheduler, Clock()
-    next_request = workload(settings, model.config.vocab)
-    for name in VERBS:
-        clock.part(engine.alloc, name, verb=True)
-    clock.part(scheduler, "_has_room", verb=True)
-    for name in ("_prefill", "_decode", "land"):
-        clock.part(engine, name)
+class Runner:
+    """An engine that is kept full, measured turn by turn.
 
-    def step() -> None:
-        while len(scheduler.queue) < 8:
-            engine.submit(next_request())
-        engine.step()
+    Args:
+        model: whose forwards it runs.
+        settings: of the engine.
+        naive: whether a plain Python allocator stands behind it.
+    """
 
-    while scheduler.running.size < 0.95 * settings.running:
-        step()
-    for _ in range(20):
-        step()
-    gc.collect()
-    gc.freeze()
-    clock.events.clear()
-    steps: list[dict[str, float]] = []
-    began, put_out = perf_counter(), scheduler.counts["tokens"]
-    while perf_counter() - began < seconds:
-        clock.spent, at = 0.0, perf_counter()
-        step()
-        took = perf_counter() - at
-        running = scheduler.running.size
-        steps.append({"at": at - began, "step": took, "allocator": clock.spent, "running": running})
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
-    wall = perf_counter() - began
-    gc.unfreeze()
-    whole, verbs = (np.array([one[name] for one in steps]) for name in ("step", "allocator"))
-    last = steps[-TRACED:][0]["at"] + began
-    return {
-        "allocator": "naive" if naive else "sgalloc",
-        "overlap": settings.overlap,
-        "tokens_per_second": (scheduler.counts["tokens"] - put_out) / wall,
-        "steps": len(steps),
-        "running": float(np.mean([one["running"] for one in steps])),
-        "step_ms": _quantiles(whole * 1e3),
-        "allocator_us": _quantiles(verbs * 1e6),
-        "allocator_share": float(verbs.sum() / whole.sum()),
-        "time_line": steps,
-        "parts": [event for event in clock.events if event[1] >= last],
-    }
+    def __init__(self, model: Model, settings: Settings, naive: bool) -> None:
+        self.settings, self.naive = settings, naive
+        self._engine = Engine(model, settings, NaiveAllocator(settings, model) if naive else None)
+        if naive:
+            limits = self._engine.scheduler.limits
+            self._engine.scheduler = NaiveScheduler(self._engine.alloc, limits, False)
+        self._scheduler, self._clock = self._engine.scheduler, Clock()
+        self._next = workload(settings, model.config.vocab)
+        for name in VERBS:
+            self._clock.part(self._engine.alloc, name, verb=True)
+        self._clock.part(self._scheduler, "_has_room", verb=True)
+        self._clock.part(self._scheduler, "prefilled")
+        for name in ("_prefill", "_decode", "land"):
+            self._clock.part(self._engine, name)
+        self._steps: list[dict[str, Any]] = []
+        self._wall, self._tokens = 0.0, 0
+
+    def fill(self) -> None:
+        """Step until the engine is full, so that no graph and no kernel is new any more."""
+        while self._scheduler.running.size < 0.95 * self.settings.running:
+            self._step()
+        for _ in range(20):
+            self._step()
+
+    def turn(self, seconds: float) -> None:
+        """Run for ``seconds``, and note each step."""
+        self._clock.events.clear()
+        began, put_out = perf_counter(), self._scheduler.counts["tokens"]
+        while perf_counter() - began < seconds:
+            self._clock.spent, first, at = 0.0, len(self._clock.events), perf_counter()
+            self._step()
+            took, events = perf_counter() - at, self._clock.events[first:]
+            self._steps.append(
+                {
+                    "at": self._wall + at - began,
+                    "step": took,
+                    "allocator": self._clock.spent,
+                    "running": self._scheduler.running.size,
+                    "prefills": any(name == "prefilled" for name, _, _ in events),
+                }
+            )
+        if self._engine.gpu:
+            torch.cuda.synchronize()
+        self._wall += perf_counter() - began
+        self._tokens += self._scheduler.counts["tokens"] - put_out
+
+    def result(self) -> dict[str, Any]:
+        """What came of all turns; steps that prefill, too, are told apart."""
+        steps = self._steps
+        whole, verbs = (np.array([one[name] for one in steps]) for name in ("step", "allocator"))
+        decodes = np.array([not one["prefills"] for one in steps])
+        shown = [one for one in self._clock.events if one[1] >= self._clock.events[-1][1] - 2]
+        return {
+            "allocator": "naive" if self.naive else "sgalloc",
+            "overlap": self.settings.overlap,
+            "tokens_per_second": self._tokens / self._wall,
+            "steps": len(steps),
+            "running": float(np.mean([one["running"] for one in steps])),
+            "step_ms": _quantiles(whole * 1e3),
+            "allocator_us": _quantiles(verbs * 1e6),
+            "allocator_share": float(verbs.sum() / whole.sum()),
+            "decode_steps": int(decodes.sum()),
+            "decode_step_ms": _quantiles(whole[decodes] * 1e3),
+            "decode_allocator_us": _quantiles(verbs[decodes] * 1e6),
+            "time_line": steps,
+            "parts": shown[-PARTS:],
+        }
+
+    def _step(self) -> None:
+        while len(self._scheduler.queue) < 8:
+            self._engine.submit(self._next())
+        self._engine.step()
 
 
 def _quantiles(values: Any) -> dict[str, float]:
+    if not len(values):
+        return {}
     return {f"p{at}": float(np.percentile(values, at)) for at in (10, 50, 90, 99)}
 
 
@@ -142,26 +177,39 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--context", type=int, default=1536)
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--seconds", type=float, default=10, help="of each of the four")
+    parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--out", required=True)
     given = parser.parse_args(arguments)
     gpu = given.device != "cpu"
     dtype = torch.bfloat16 if gpu else torch.float64
     model = Model(LLAMA_1B if given.model == "1b" else TINY, 0, dtype, given.device)
     pages = given.running * (given.context // given.page_size + 1)
-    runs = []
-    for overlap in (True, False):
-        for naive in (False, True):
-            settings = Settings(
+    runners = [
+        Runner(
+            model,
+            Settings(
                 pages, pages, given.page_size, given.running, given.context,
                 chunk=4096 if gpu else 64, overlap=overlap, prefix_cache=False, graphs=gpu,
-            )  # fmt: skip
-            runs.append(measure(model, settings, naive, given.seconds))
-            gc.collect()
-            if gpu:
-                torch.cuda.empty_cache()
-            short = {key: runs[-1][key] for key in runs[-1] if key not in ("time_line", "parts")}
-            print(json.dumps(short))
+            ),
+            naive,
+        )
+        for overlap in (True, False)
+        for naive in (False, True)
+    ]  # fmt: skip
+    for runner in runners:
+        runner.fill()
+    gc.collect()
+    gc.freeze()
+    # In turns, so that whatever else the machine does hits all alike.
+    for _ in range(given.turns):
+        for runner in runners:
+            runner.turn(given.seconds / given.turns)
+    gc.unfreeze()
+    runs = [runner.result() for runner in runners]
+    for run in runs:
+        short = {key: run[key] for key in run if key not in ("time_line", "parts")}
+        print(json.dumps(short))
     name = torch.cuda.get_device_name() if gpu else "CPU"
     with open(given.out, "w", encoding="utf-8") as file:
         json.dump({"device": name, "traceEvents": trace(runs), "runs": runs}, file)
