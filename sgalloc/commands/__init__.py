@@ -6,6 +6,7 @@ import click
 
 from sgalloc import __version__
 from sgalloc.commands.bench import bench
+from sgalloc.commands.fuzz import fuzz
 from sgalloc.commands.replay import replay
 
 
@@ -16,4 +17,5 @@ def cli() -> None:
 
 
 cli.add_command(bench)
+cli.add_command(fuzz)
 cli.add_command(replay)

@@ -147,7 +147,11 @@ Move = Callable[[Drawing], "Call | None"]
 def draw_open(d: Drawing) -> Call:
     """New requests, none of them now and then."""
     namespace = d.choose.pick(NAMESPACES) if d.choose.flag(3) else None
-    names = [d.label() for _ in range(d.choose.number(0, 3))]
+    count, ref = d.choose.number(0, 3), d.world.ref
+    free = ref.max_requests - len(ref.rows_out)
+    if count > free and not d.choose.flag(4):
+        count = free
+    names = [d.label() for _ in range(count)]
     for name in names:
         d.texts[name] = (namespace, d.kinds())
     return Call("open", tuple((name,) for name in names), {"namespace": namespace})
