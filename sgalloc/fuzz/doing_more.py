@@ -10,6 +10,7 @@ import numpy as np
 from sgalloc.allocator import KVAllocator
 from sgalloc.fuzz.calls import Call, tokens_of
 from sgalloc.fuzz.doing import Doing
+from sgalloc.fuzz.history import MOST, things_held
 from sgalloc.fuzz.reference import Match, Node
 from sgalloc.fuzz.subject import Disagreement, Subject
 from sgalloc.fuzz.world import REFUSING
@@ -349,7 +350,11 @@ class DoingMore(Doing):
         for name, pool in self.ref.pools.items():
             for subject in self.subjects:
                 subject.same(f"pages of {name} that came back", subject.alloc.available(name), pool.total)
+        at_first = things_held(self.config.allocator("cpu"))
         for subject in self.subjects:
+            held = things_held(subject.alloc)
+            if held > at_first + MOST:
+                subject.fail(f"drained, {subject.name} holds {held} things, and a new one {at_first}")
             subject.same("rows that came back", subject.alloc.stats().rows.free, self.config.max_requests)
 
 
