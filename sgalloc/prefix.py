@@ -376,6 +376,9 @@ class RadixTree:
             self.side_cached -= gone
             self.side_evictable -= gone
             self.side_evicted += gone
+        if not self.cached:
+            # Nodes that are gone would stay in memory, with their prompts, until the next eviction.
+            self._queue.clear()
 
     # -- looking ---------------------------------------------------------------------------
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from host_support import assert_laws, cached, make, places, prompt, unchanged
@@ -323,3 +326,20 @@ class TestExactByNeed:
         c.alloc.extend(h, [4 * 6, 4 * 4])  # three and two; four are free, and B2 can go
         assert c.left() == {"A0", "A1", "A2", "B0", "B1"}
         assert_laws(c.alloc)
+
+
+def test_an_emptied_cache_lets_go_of_its_prompts() -> None:
+    """Whatever empties it: token ids of nobody's prompts do not stay in memory."""
+    for empty in (
+        lambda alloc: alloc.prefix.clear(),
+        lambda alloc: alloc.extend(alloc.open(), alloc.num_pages * PS),
+    ):
+        cache = Cache()
+        for path in ("A3", "A2 x1", "B2"):
+            cache.add(path)
+        prompts = [weakref.ref(node.tokens) for node in cache.alloc._core.tree.nodes()]
+        assert len(prompts) >= 3
+        empty(cache.alloc)
+        assert cache.alloc.stats().groups["full"].cached == 0
+        gc.collect()
+        assert [one() for one in prompts] == [None] * len(prompts)
