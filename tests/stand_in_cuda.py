@@ -39,6 +39,11 @@ class Array(np.ndarray):  # type: ignore[type-arg]
         """Where it begins."""
         return types.SimpleNamespace(ptr=self.ctypes.data)
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """What others are told of it."""
+        return {**self.__array_interface__, "strides": None, "version": 3}
+
     def get(self) -> Any:
         """A copy on the host."""
         return np.array(self)
@@ -293,6 +298,7 @@ def _modules(state: Cuda) -> dict[str, Any]:
         "l2CacheSize": 60 << 20,
         "totalGlobalMem": 141 << 30,
     }
+    runtime.pointerGetAttributes = lambda _: types.SimpleNamespace(device=0)
     runtime.driverGetVersion = runtime.runtimeGetVersion = lambda: 13000
     runtime.eventCreate = state.number
     runtime.eventCreateWithFlags = lambda _: state.number()
@@ -336,6 +342,17 @@ def _modules(state: Cuda) -> dict[str, Any]:
 
         def __exit__(self, *_: object) -> None: ...
 
+    class Event:
+        done = True
+
+        def __init__(self, disable_timing: bool = False) -> None:
+            self.ptr = state.number()
+
+        def record(self, stream: Any) -> None:
+            state.record(self.ptr, stream.ptr)
+
+        def synchronize(self) -> None: ...
+
     class Function:
         def __init__(self, name: str) -> None:
             self.name, self.kernel = name, self
@@ -375,7 +392,7 @@ def _modules(state: Cuda) -> dict[str, Any]:
     cuda: Any = types.ModuleType("cupy.cuda")
     cuda.__path__ = []
     cuda.runtime, cuda.stream, cuda.Stream = runtime, stream_module, Stream
-    cuda.Device, cuda.PinnedMemory = Device, PinnedMemory
+    cuda.Device, cuda.PinnedMemory, cuda.Event = Device, PinnedMemory, Event
     cupy: Any = types.ModuleType("cupy")
     cupy.__path__ = []
     cupy.cuda, cupy.RawModule = cuda, RawModule

@@ -9,7 +9,7 @@ import numpy as np
 
 from sgalloc.allocator import KVAllocator
 from sgalloc.fuzz.calls import Call, tokens_of
-from sgalloc.fuzz.doing import Doing
+from sgalloc.fuzz.giving import Giving
 from sgalloc.fuzz.history import MOST, things_held
 from sgalloc.fuzz.reference import Match, Node
 from sgalloc.fuzz.subject import Disagreement, Subject
@@ -17,8 +17,8 @@ from sgalloc.fuzz.world import REFUSING
 from sgalloc.fuzz.wrong import refused_call
 
 
-class DoingMore(Doing):
-    """How the other calls are done."""
+class Doing(Giving):
+    """How the other calls are done, and which of them."""
 
     def run(self, call: Call) -> None:
         """Make a call on both sides; what it names and nobody knows is left out.
@@ -46,7 +46,9 @@ class DoingMore(Doing):
 
     # -- the prefix cache ------------------------------------------------------------------
 
-    def matched(self, label: int | None, tokens: Sequence[int], namespace: Any, as_array: bool) -> None:
+    def matched(
+        self, label: int | None, tokens: Sequence[int], namespace: Any, as_array: bool
+    ) -> None:
         """`prefix.match`, compared and kept."""
         given: Any = np.array(tokens, dtype=np.int64) if as_array else tokens
         did = self.both(
@@ -91,9 +93,7 @@ class DoingMore(Doing):
         self.both(
             "publish",
             lambda: self.ref.publish(names, tokens, after),
-            lambda s: s.alloc.prefix.publish(
-                self.handles(s, names, call.how), tokens, after=after
-            ),
+            lambda s: s.alloc.prefix.publish(self.handles(s, names, call.how), tokens, after=after),
         )
         self.compare(names)
 
@@ -159,14 +159,18 @@ class DoingMore(Doing):
     def do_acknowledge(self, call: Call) -> None:
         """A writer is done."""
         for name, writer in call.who:
-            did = self.both(
-                "acknowledge",
-                lambda name=name, writer=writer: self.ref.acknowledge(name, writer),
-                lambda s, name=name, writer=writer: s.alloc.acknowledge(s.handles[name], writer),
-            )
-            assert did is not None
-            self.agreed("acknowledge", did)
-            self.compare([name])
+            self.acknowledged(name, writer)
+
+    def acknowledged(self, name: int, writer: int) -> None:
+        """One writer of one request."""
+        did = self.both(
+            "acknowledge",
+            lambda: self.ref.acknowledge(name, writer),
+            lambda s: s.alloc.acknowledge(s.handles[name], writer),
+        )
+        assert did is not None
+        self.agreed("acknowledge", did)
+        self.compare([name])
 
     def do_abort(self, call: Call) -> None:
         """Requests end, in whatever state they are."""
@@ -204,7 +208,7 @@ class DoingMore(Doing):
         self.compare()
 
     def do_what_if(self, call: Call) -> None:
-        """The world without some requests, asked for; now and then they go, and it is held to it."""
+        """The world without some requests, asked for; now and then they go, and it has to be so."""
         how, gone = call.how, [n for n in self.labels(call.who) if n in self.ref.requests]
         self.settle_all()
         lengths = list(how["lengths"])
@@ -337,7 +341,7 @@ class DoingMore(Doing):
         for name, request in list(self.ref.receiving.items()):
             if name % 2:
                 for writer in sorted(request.missing):
-                    self.do_acknowledge(Call("acknowledge", ((name, writer),)))
+                    self.acknowledged(name, writer)
         left = tuple((name,) for name in self.ref.receiving)
         self.do_abort(Call("abort", left, {"force": True}))
         for event in self.events.values():
@@ -347,15 +351,21 @@ class DoingMore(Doing):
         if self.config.prefix_cache:
             self.do_clear(Call("clear"))
         self.compare_all()
-        for name, pool in self.ref.pools.items():
+        for group, whole in self.ref.pools.items():
             for subject in self.subjects:
-                subject.same(f"pages of {name} that came back", subject.alloc.available(name), pool.total)
+                subject.same(
+                    f"pages of {group} that came back", subject.alloc.available(group), whole.total
+                )
         at_first = things_held(self.config.allocator("cpu"))
         for subject in self.subjects:
             held = things_held(subject.alloc)
             if held > at_first + MOST:
-                subject.fail(f"drained, {subject.name} holds {held} things, and a new one {at_first}")
-            subject.same("rows that came back", subject.alloc.stats().rows.free, self.config.max_requests)
+                subject.fail(
+                    f"drained, {subject.name} holds {held} things, and a new one {at_first}"
+                )
+            subject.same(
+                "rows that came back", subject.alloc.stats().rows.free, self.config.max_requests
+            )
 
 
 _OTHER_LABELS = ("open", "open_with_prefix", "preallocate")

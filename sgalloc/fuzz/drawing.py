@@ -7,7 +7,7 @@ from typing import Any
 
 from sgalloc.fuzz.calls import BATCH_FORM, KINDS_OF_EVENT, NAMESPACES, Call, Prompt
 from sgalloc.fuzz.config import Chooser
-from sgalloc.fuzz.doing_more import DoingMore
+from sgalloc.fuzz.doing import Doing
 from sgalloc.fuzz.reference import Request
 from sgalloc.fuzz.world import CUDA_EVENT
 
@@ -24,7 +24,7 @@ class Drawing:
         pending: calls that have to follow the last one.
     """
 
-    def __init__(self, world: DoingMore, choose: Chooser) -> None:
+    def __init__(self, world: Doing, choose: Chooser) -> None:
         self.world, self.choose = world, choose
         self.texts: dict[int, tuple[Any, tuple[int, ...]]] = {}
         self.prompts: dict[int, tuple[Any, Prompt]] = {}

@@ -1,13 +1,13 @@
-"""Growth, lengths, and what goes back: each call made on both sides and compared."""
+"""Opening and growing: each call made on both sides and compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from sgalloc.fuzz.calls import BATCH_FORM, Call, shaped_handles, shaped_numbers, tokens_of
+from sgalloc.fuzz.calls import BATCH_FORM, Call, shaped_handles, shaped_numbers
 from sgalloc.fuzz.reference import Growth, Plan
 from sgalloc.fuzz.subject import Disagreement, Subject, on_host
 from sgalloc.fuzz.world import World
@@ -17,8 +17,8 @@ from sgalloc.speculative import dflash, eagle
 _UNTOUCHED = -7
 
 
-class Doing(World):
-    """How each call of a single allocator's life is done."""
+class Growing(World):
+    """How requests are opened, and how they grow."""
 
     # -- opening and asking ----------------------------------------------------------------
 
@@ -129,7 +129,9 @@ class Doing(World):
             return s.alloc.batch(found) if set(names) <= self.ref.requests.keys() else found
         return shaped_handles(found, form)
 
-    def outs(self, parts: dict[str, Any], how: dict[str, Any], more: dict[str, Any]) -> dict[int, Any]:
+    def outs(
+        self, parts: dict[str, Any], how: dict[str, Any], more: dict[str, Any]
+    ) -> dict[int, Any]:
         """An array for the slots of each subject, if some are wanted."""
         if how.get("out") is None:
             return {}
@@ -143,11 +145,12 @@ class Doing(World):
 
     def empty(self, size: int, kind: str) -> Any:
         """An array on the device that nothing was written to."""
+        untouched = np.full(size, _UNTOUCHED, dtype=kind)
         if self.device == "cpu":
-            return np.full(size, _UNTOUCHED, dtype=kind)
+            return untouched
         import cupy
 
-        return cupy.full(size, _UNTOUCHED, dtype=kind)
+        return cupy.asarray(untouched)
 
     def grown(
         self,
@@ -175,7 +178,7 @@ class Doing(World):
 
     def compare_slots(self, subject: Subject, growths: Sequence[Growth], out: Any) -> None:
         """``out`` has the slots of the new tokens, in order."""
-        expected = [np.empty(0, np.int64)]
+        expected: list[Any] = [np.empty(0, np.int64)]
         for growth in growths:
             pages = self.ids(subject, growth.name)
             expected.append(subject.slots(pages)[growth.start : growth.upto])
@@ -195,6 +198,7 @@ class Doing(World):
         self, parts: dict[str, Any], how: dict[str, Any], evict: bool = False, only: bool = False
     ) -> tuple[Plan, list[Any]] | None:
         """`plan`, compared; None where it is refused."""
+
         def real(s: Subject) -> Any:
             theirs: dict[str, Any] = {}
             for verb, (names, numbers) in parts.items():
@@ -245,7 +249,9 @@ class Doing(World):
             names, numbers = parts.setdefault(kind, ([], []))
             names.append(name)
             numbers.append(number)
-        ordered = {kind: parts[kind] for kind in ("extend", "decode", "reserve") if kind in parts}
+        ordered: dict[str, Any] = {
+            kind: parts[kind] for kind in ("extend", "decode", "reserve") if kind in parts
+        }
         evict, only = bool(how.get("evict")), bool(how.get("only"))
         planned = self.asked(ordered, how, evict, only)
         if planned is None:
@@ -346,145 +352,3 @@ class Doing(World):
         self.batches[label] = names
         for subject, batch in zip(self.subjects, did[1], strict=True):
             subject.batches[label] = batch
-
-    # -- lengths, and giving back ----------------------------------------------------------
-
-    def each(
-        self,
-        verb: str,
-        call: Call,
-        mine: Callable[[list[int], list[Any], Any], Any],
-        real: Callable[[Subject, Any, Any, Any], Any],
-    ) -> tuple[Any, list[Any]] | None:
-        """A verb of requests, numbers and an event."""
-        names, numbers = self.labels(call.who), [one[1] for one in call.who]
-        after, form = self.event(call.how.get("after")), call.how.get("number_form", 0)
-        did = self.both(
-            verb,
-            lambda: mine(names, numbers, after),
-            lambda s: real(s, self.handles(s, names, call.how), shaped_numbers(numbers, form), after),
-        )
-        self.compare(names)
-        return did
-
-    def do_commit(self, call: Call) -> None:
-        """C goes up."""
-        self.each(
-            "commit",
-            call,
-            lambda names, numbers, _: self.ref.commit(names, numbers),
-            lambda s, x, numbers, _: s.alloc.commit(x, numbers),
-        )
-
-    def do_trim(self, call: Call) -> None:
-        """C goes down."""
-        self.each(
-            "trim",
-            call,
-            self.ref.trim,
-            lambda s, x, numbers, after: s.alloc.trim(x, numbers, after),
-        )
-
-    def do_evict(self, call: Call) -> None:
-        """Frontiers go up, by the window or to where they are told."""
-        names = self.labels(call.who)
-        uptos = [one[1] for one in call.who] if call.how["upto"] else None
-        after, form = self.event(call.how.get("after")), call.how.get("number_form", 0)
-
-        def real(s: Subject) -> list[int]:
-            upto = None if uptos is None else shaped_numbers(uptos, form)
-            x = self.handles(s, names, call.how)
-            return list(s.alloc.evict_window(x, upto, after).tolist())
-
-        did = self.both("evict_window", lambda: self.ref.evict_window(names, uptos, after), real)
-        if did is not None:
-            self.agreed("frontiers", did)
-        self.compare(names)
-
-    def do_compact(self, call: Call) -> None:
-        """The accepted path of a tree comes together."""
-        names, accepted = self.labels(call.who), [one[1] for one in call.who]
-        after = self.event(call.how.get("after"))
-        did = self.both(
-            "compact",
-            lambda: self.ref.compact(names, accepted, after),
-            lambda s: s.alloc.compact(
-                [s.handles[name] for name in names], [list(some) for some in accepted], after
-            ),
-        )
-        size = self.config.page_size
-        for subject, moves in zip(self.subjects, did[1] if did is not None else (), strict=False):
-            assert did is not None
-            for side in (0, 1):
-                ends = [pair[side] for pair in did[0]]
-                slots = [
-                    (subject.page(self.ref.main, place.page) or 0) * size + place.offset
-                    for place in ends
-                ]
-                subject.same("moves", moves[side].tolist(), slots)
-                if moves.window is None or not all(place.side for pair in did[0] for place in pair):
-                    continue
-                slots = [
-                    (subject.page("window", place.side) or 0) * size + place.offset
-                    for place in ends
-                ]
-                subject.same("moves in the window", moves.window[side].tolist(), slots)
-        self.compare(names)
-
-    def do_to_sparse(self, call: Call) -> None:
-        """A buffer stays."""
-        names, after = self.labels(call.who), self.event(call.how.get("after"))
-        self.both(
-            "to_sparse",
-            lambda: self.ref.to_sparse(names, after),
-            lambda s: s.alloc.to_sparse(self.handles(s, names, call.how), after),
-        )
-        self.compare(names)
-
-    def do_release(self, call: Call) -> None:
-        """Everything goes back."""
-        names, after = self.labels(call.who), self.event(call.how.get("after"))
-        size, tokens = self.config.page_size, None
-        if call.how.get("tokens"):
-            tokens = [None if p is None else tokens_of(p, size) for _, p in call.who]
-        self.both(
-            "release",
-            lambda: self.ref.release(names, tokens, after),
-            lambda s: s.alloc.release(
-                self.handles(s, names, call.how), tokens=tokens, after=after
-            ),
-        )
-        self.compare(names)
-
-    def do_read(self, call: Call) -> None:
-        """Slots and pages of ranges: they read, and change nothing."""
-        size, names = self.config.page_size, self.labels(call.who)
-        starts, stops = [one[1] for one in call.who], [one[2] for one in call.who]
-        requests = [self.ref.requests[name] for name in names if name in self.ref.requests]
-        if len(requests) < len(names) or any(
-            not 0 <= a <= b <= len(r.pages) * size
-            for r, a, b in zip(requests, starts, stops, strict=True)
-        ):
-            return
-        form = call.how.get("number_form", 0)
-        total = sum(stops) - sum(starts)
-        for subject in self.subjects:
-            expected = [np.empty(0, np.int64)]
-            for name, start, stop in zip(names, starts, stops, strict=True):
-                ids, edge = self.ids(subject, name), start - start % size
-                expected.append(subject.slots(ids)[start:stop])
-                some = subject.alloc.pages(subject.handles[name], edge, stop).tolist()
-                subject.same("pages of a range", some, ids[edge // size : -(-stop // size)])
-                committed = self.ref.requests[name].committed
-                some = subject.alloc.pages(subject.handles[name]).tolist()
-                subject.same("pages up to C", some, ids[: self.ref.pages_for(committed)])
-            out = self.empty(total, call.how["out"]) if call.how.get("out") else None
-            x = self.handles(subject, names, call.how)
-            slots = subject.alloc.slots(
-                x, shaped_numbers(starts, form), shaped_numbers(stops, form), out=out
-            )
-            if not np.array_equal(on_host(slots if out is None else out), np.concatenate(expected)):
-                subject.fail("slots are not those of the pages")
-        self.seen["slots"] += 1
-        self.seen["pages"] += 2 * len(names)
-        self.calls += 1 + 2 * len(names)

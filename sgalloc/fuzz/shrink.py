@@ -1,4 +1,4 @@
-"""Makes a walk that failed as short as it gets: fewer calls, of fewer requests, with less to them."""
+"""Makes a walk that failed as short as it gets: fewer calls, requests and options."""
 
 from __future__ import annotations
 

@@ -195,7 +195,9 @@ class Subject:
         shown = self.alloc.window_pages(handle).tolist()
         numbers = sorted(request.window)
         self.same("window pages", [n for n, page in enumerate(shown) if page], numbers)
-        self._named(ref, "window", [request.window[n] for n in numbers], [shown[n] for n in numbers])
+        self._named(
+            ref, "window", [request.window[n] for n in numbers], [shown[n] for n in numbers]
+        )
         if table is None:
             return
         if len(numbers) < len(request.pages) - request.frontier:
@@ -259,7 +261,13 @@ class Subject:
             self.same(
                 f"receiving({label})",
                 (seen.length, seen.prefix, seen.writers, seen.deadline, seen.aborted),
-                (request.length, request.prefix, request.writers, request.deadline, request.aborted),
+                (
+                    request.length,
+                    request.prefix,
+                    request.writers,
+                    request.deadline,
+                    request.aborted,
+                ),
             )
             acks = [n for n in range(request.writers) if n not in request.missing]
             self.same(f"receiving({label}).acks", list(seen.acks), acks)

@@ -11,7 +11,7 @@ from sgalloc.fuzz import drawing as one
 from sgalloc.fuzz import drawing_more as more
 from sgalloc.fuzz.calls import Call
 from sgalloc.fuzz.config import Chooser, Config, any_config
-from sgalloc.fuzz.doing_more import DoingMore
+from sgalloc.fuzz.doing import Doing
 from sgalloc.fuzz.drawing import Drawing, Move
 from sgalloc.fuzz.subject import Disagreement
 
@@ -96,7 +96,7 @@ class Tally:
         self.evicted += other.evicted
 
 
-def drawn_calls(world: DoingMore, choose: Chooser, calls: int) -> Iterator[Call]:
+def drawn_calls(world: Doing, choose: Chooser, calls: int) -> Iterator[Call]:
     """Calls for a world until it made so many; each is to be run before the next is drawn."""
     drawing, moves, part_at = Drawing(world, choose), moves_of(world.config), None
     while world.calls < calls:
@@ -121,7 +121,12 @@ def drawn_calls(world: DoingMore, choose: Chooser, calls: int) -> Iterator[Call]
 
 
 def run_world(
-    seed: int, number: int, device: str = "cpu", laws_every: int = 16, calls: int = CALLS
+    seed: int,
+    number: int,
+    device: str = "cpu",
+    laws_every: int = 16,
+    calls: int = CALLS,
+    config: Config | None = None,
 ) -> tuple[Tally, Failure | None]:
     """Make the walk of one world.
 
@@ -130,11 +135,12 @@ def run_world(
         device: where the tables live.
         laws_every: calls from one look at everything to the next.
         calls: about how many to make.
+        config: what to walk with, in place of a drawn one.
     """
     draw = random.Random(f"{seed}/{number}").random
     choose = Chooser(lambda low, high: low + int(draw() * (high - low + 1)))
-    config = any_config(choose)
-    world = DoingMore(config, device, laws_every)
+    config = any_config(choose) if config is None else config
+    world = Doing(config, device, laws_every)
     done: list[Call] = []
     failure = None
     try:
@@ -155,7 +161,7 @@ def run_calls(
     Returns:
         What differs, "" if nothing does; and how many calls were made until then.
     """
-    world = DoingMore(config, device, 1, journal)
+    world = Doing(config, device, 1, journal)
     made = 0
     try:
         for call in calls:

@@ -137,9 +137,7 @@ class World:
         if subject.fingerprint() != before:
             subject.fail(f"{verb} was refused and changed something")
 
-    def same_refusal(
-        self, subject: Subject, verb: str, error: Exception, refusal: Refused
-    ) -> None:
+    def same_refusal(self, subject: Subject, verb: str, error: Exception, refusal: Refused) -> None:
         """Class, numbers and group are those that the reference has."""
         if not isinstance(error, REFUSALS[refusal.kind]):
             subject.fail(f"{verb}: {error!r} where the reference says {refusal}")

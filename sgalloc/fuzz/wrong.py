@@ -100,6 +100,7 @@ def of_one(
     verb = choose.pick(("extend", "decode", "reserve", "commit", "trim"))
     grows = choose.pick(("extend", "decode", "reserve"))
     change, grow = getattr(real, verb), getattr(real, grows)
+    planning: dict[str, Any] = {grows: ([handle], number)}
     calls: list[Named] = [
         (f"{verb} {handle} {number!r}", lambda: change([handle], number)),
         (f"{verb} twice", lambda: change(twice, [committed, committed])),
@@ -108,7 +109,7 @@ def of_one(
         (f"{verb} of no length", lambda: change([handle], [])),
         (f"{grows} too far", lambda: grow([handle], ref.row_width + 1)),
         (f"{grows} wrong out", lambda: grow(handle, committed, out=wrong)),
-        (f"plan {grows} {number!r}", lambda: real.plan(**{grows: ([handle], number)})),
+        (f"plan {grows} {number!r}", lambda: real.plan(**planning)),
         ("commit past A", lambda: real.commit(handle, extent - committed + 1)),
         ("extend below C", lambda: real.extend(handle, committed - 1)),
         ("plan twice", lambda: real.plan(decode=(handle, 1), reserve=(handle, 1))),

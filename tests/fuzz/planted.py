@@ -6,7 +6,6 @@ place. The function's code is swapped, so that whoever imported it by name runs 
 
 from __future__ import annotations
 
-import __future__
 import ast
 import importlib
 import inspect
@@ -53,7 +52,8 @@ FAULTS = (
           "done = [is_done(entry.event) for entry in self.entries]",
           "done = [any(is_done(e.event) for e in self.entries)] * len(self.entries)"),
     Fault("K1", "new pages of the cache do not wait for the event of their release",
-          "sgalloc.returning:release", "nodes += entered", "[core.prefix.tree.unlock(n) for n in entered]"),
+          "sgalloc.returning:release", "nodes += entered",
+          "[core.prefix.tree.unlock(n) for n in entered]"),
     Fault("K1", "a staging slot is used again while a kernel reads it",
           "sgalloc.device.staging:Slot.busy",
           "return self.used and not event_done(self.event)", "return False", D10),
@@ -74,7 +74,8 @@ FAULTS = (
     # -- K3: two owners
     Fault("K3", "one id comes back for another", "sgalloc.pages:PagePool.give",
           "self.free += ids.size",
-          "self.free += ids.size\n    self._stack[self.free - 1] = self._stack[max(self.free - 2, 0)]"),
+          "self.free += ids.size\n"
+          "    self._stack[self.free - 1] = self._stack[max(self.free - 2, 0)]"),
     Fault("K3", "a trim gives shared pages back", "sgalloc.returning:trim",
           "owners, ids = ledger.page_range(rows, np.maximum(keep, shared), held)",
           "owners, ids = ledger.page_range(rows, keep, held)"),
@@ -90,8 +91,8 @@ FAULTS = (
           "shared, held = ledger.shared.take(rows), ledger.page_counts(rows)",
           "shared = ledger.shared.take(rows)\n"
           "    held = np.maximum(-(-ledger.committed.take(rows) // ledger.page_size), shared)"),
-    Fault("K4", "a request that was thinned out loses its scratch", "sgalloc.groups.sparse:DevicePages.held",
-          "if not having.size:", "if True:"),
+    Fault("K4", "a request that was thinned out loses its scratch",
+          "sgalloc.groups.sparse:DevicePages.held", "if not having.size:", "if True:"),
     # -- K5: what the row's last owner left
     Fault("K5", "the frontier of a row's last request stays", "sgalloc.groups.window:Window.close",
           "self.first[rows] = 0", "pass"),
@@ -123,9 +124,13 @@ FAULTS = (
     # -- K8: what comes from elsewhere
     Fault("K8", "an event whose `done` is a method counts as done", "sgalloc.events:is_done",
           "return bool(done() if callable(done) else done)", "return bool(done)"),
-    Fault("K8", "int32 handles and lengths of the caller's are kept, not copied",
-          "sgalloc.ledger:Batch.__init__", "self.rows: Int64 = ledger.rows_of(self.handles)",
-          "self.rows: Int64 = ledger.rows_of(self.handles)[::-1]"),
+    Fault("K8", "numbers in an int32 array are read as int64", "sgalloc.inputs:token_counts",
+          "numbers = array.astype(np.int64, copy=False)",
+          "numbers = array.astype(np.int64, copy=False) if array.nbytes % 8 "
+          "else array.view(np.int64)"),
+    Fault("K8", "an empty batch is an error", "sgalloc.inputs:int64_array",
+          "return array.astype(np.int64, copy=False)",
+          "return array[array.argmax() * 0 :].astype(np.int64, copy=False)"),
     Fault("K8", "the event of another stream is not waited for",
           "sgalloc.device.order:StreamOrder.enter",
           "runtime.streamWaitEvent(stream, event_pointer(after))", "event_pointer(after)", D9),
@@ -139,13 +144,17 @@ FAULTS = (
     Fault("K9", "an exact fit is refused", VICTIMS,
           "if short > self.evictable:", "if short >= max(self.evictable, 1):"),
     Fault("K9", "rows are taken before pages are counted", "sgalloc.transfer:preallocate",
-          "ledger.next_rows(lengths.size)", "ledger.next_rows(lengths.size)\n    ledger.changed(); ledger.free_rows -= 1"),
+          "ledger.next_rows(lengths.size)",
+          "ledger.next_rows(lengths.size)\n    ledger.free_rows -= 1"),
     # -- K10: hidden cost
     Fault("K10", "every batch is remembered", "sgalloc.holdings:Holdings.batch",
           "return Batch(self._ledger, x)",
-          "vars(self).setdefault('_made', []).append(Batch(self._ledger, x))\n    return self._made[-1]"),
-    Fault("K10", "namespaces are remembered by generation", "sgalloc.ledger:Ledger.open",
-          "if namespace is not None:", "self.namespace.update((-h, count) for h in handles.tolist())\n    if namespace is not None:"),
+          "vars(self).setdefault('_made', []).append(Batch(self._ledger, x))\n"
+          "    return self._made[-1]"),
+    Fault("K10", "every handle that was ever opened is remembered", "sgalloc.ledger:Ledger.open",
+          "if namespace is not None:",
+          "self.namespace.update((-h, count) for h in handles.tolist())\n"
+          "    if namespace is not None:"),
     Fault("K10", "a step waits for the device", "sgalloc.device.cuda:CudaDevice.write",
           "stream, capturing, quiet = self._order.enter(after, asked_here)",
           "stream, capturing, quiet = self._order.enter(after, asked_here)\n"
@@ -189,6 +198,6 @@ def mutated(function: Any, old: str, new: str) -> Any:
     assert isinstance(definition, ast.FunctionDef)
     definition.decorator_list = []
     names = dict(function.__globals__)
-    flags = __future__.annotations.compiler_flag
+    flags = annotations.compiler_flag
     exec(compile(tree, function.__code__.co_filename, "exec", flags), names)
     return names[definition.name].__code__

@@ -210,8 +210,8 @@ class Books:
             locked += waiting.unlock
         if self.window is not None:
             held["window"] += [node.side for node in nodes if node.side]
-        for name, pool in self.pools.items():
-            assert sorted(held[name]) == sorted(pool.out), f"partition of {name} is broken"
+        for group, pool in self.pools.items():
+            assert sorted(held[group]) == sorted(pool.out), f"partition of {group} is broken"
             assert len(pool.out) <= pool.total
         assert sorted(rows) == sorted(self.rows_out), "partition of the rows is broken"
         assert len(rows) <= self.max_requests

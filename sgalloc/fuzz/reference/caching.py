@@ -109,9 +109,7 @@ class Caching(Growing):
         if count > free:
             raise Refused("rows", need=count, free=free)
 
-    def publish(
-        self, names: Sequence[int], tokens: Sequence[Tokens], event: Any = None
-    ) -> None:
+    def publish(self, names: Sequence[int], tokens: Sequence[Tokens], event: Any = None) -> None:
         """Enter settled whole pages; the requests go on with the cache's pages."""
         self.settle()
         requests = self.find(names, live=True)

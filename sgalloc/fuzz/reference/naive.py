@@ -75,9 +75,7 @@ class Reference(Caching):
         pairs = list(zip(requests, accepted, strict=True))
         if any(at < request.committed for request, some in pairs for at in some):
             raise Refused("value")
-        if any(
-            at >= len(request.pages) * self.page_size for request, some in pairs for at in some
-        ):
+        if any(at >= len(request.pages) * self.page_size for request, some in pairs for at in some):
             raise Refused("extent")
         if any(list(some) != sorted(set(some)) for some in accepted):
             raise Refused("value")
@@ -129,9 +127,7 @@ class Reference(Caching):
             sides = [side for side in before if side not in kept]
             del self.requests[name]
             self.changes += 1
-            self.part_with(
-                Waiting([event], back, sides, [name], list(request.shared), list(fresh))
-            )
+            self.part_with(Waiting([event], back, sides, [name], list(request.shared), list(fresh)))
 
     # -- receiving -------------------------------------------------------------------------
 

@@ -55,9 +55,7 @@ class Window(Books):
             growth.leaving = [number for number in own if number < growth.frontier]
             if grows:
                 held = request.window
-                growth.fresh = [
-                    n for n in range(growth.frontier, growth.nxt) if n not in held
-                ]
+                growth.fresh = [n for n in range(growth.frontier, growth.nxt) if n not in held]
 
     def apply_window(self, growths: Sequence[Growth]) -> None:
         """Frontiers move first, then pages are taken."""

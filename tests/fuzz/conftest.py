@@ -1,0 +1,7 @@
+"""What every test of the fuzz needs."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("fuzz.planted")
