@@ -79,7 +79,13 @@ class StaleHandle(AllocError):
 
 
 class WrongState(AllocError):
-    """The request is in a state in which the call makes no sense."""
+    """The request is in a state in which the call makes no sense.
+
+    Attributes:
+        of_device: whether the device alone refused it, and what requests hold did not matter.
+    """
+
+    of_device = False
 
 
 class InsideSharedPage(WrongState, ValueError):

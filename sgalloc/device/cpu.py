@@ -105,10 +105,12 @@ class CpuDevice:
             gather = None
         late = after is not None and not is_done(after)
         if late and not (pages is None and side is None and gather is None):
-            raise WrongState(
+            refusal = WrongState(
                 f"after={shown(after)} is not done, and the CPU has no stream that could wait for "
                 "it: call again when it is"
             )
+            refusal.of_device = True
+            raise refusal
         if pages is not None and ids is not None:
             slots = self._slots(ids)
             if self._page_size == 1:

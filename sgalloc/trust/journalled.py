@@ -270,6 +270,8 @@ class Journalled:
             return False
         if verb.name == "apply" and type(refusal) is StalePlan:
             return False  # which plan it was cannot be told by its parts
+        if isinstance(refusal, WrongState) and refusal.of_device:
+            return False  # an event that a run again knows nothing of
         device = self._core.device
         # Steps staged for a graph, and captures, are known to the device alone.
         alone = bool(device.updates) or device.capturing()

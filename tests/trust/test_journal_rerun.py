@@ -217,6 +217,33 @@ def test_refusals_that_the_ledger_does_not_decide_are_taken_on_trust(tmp_path: P
     assert (run.refused, run.unheard, state(run.alloc)) == (7, 7, expected)
 
 
+@pytest.mark.parametrize("verb", ["extend", "decode", "reserve", "apply"])
+def test_a_write_that_could_not_wait_for_its_event_is_taken_on_trust(
+    tmp_path: Path, verb: str
+) -> None:
+    """A run again knows no events of writes, so it could not refuse for one."""
+    path = tmp_path / verb
+    alloc = open_journal(path)
+    handles = alloc.open(2)
+    calls: dict[str, Any] = {
+        "extend": lambda after: alloc.extend(handles, 9, after=after),
+        "decode": lambda after: alloc.decode(handles, 2, after=after),
+        "reserve": lambda after: alloc.reserve(handles, 6, after=after),
+        "apply": lambda after: alloc.apply(alloc.plan(decode=(handles, 3)), after=after),
+    }
+    event = Query()
+    with pytest.raises(sgalloc.WrongState, match="is not done"):
+        calls[verb](event)
+    event.over = True
+    calls[verb](event)
+    with pytest.raises(sgalloc.RowTooNarrow):
+        alloc.extend(handles, 1000)
+    expected = state(alloc)
+    alloc.close_journal()
+    run = rerun(path)
+    assert (run.refused, run.unheard, state(run.alloc)) == (2, 1, expected)
+
+
 # -- differences -----------------------------------------------------------------------------------
 
 
