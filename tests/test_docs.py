@@ -56,6 +56,11 @@ def test_the_page_on_sparse_requests_runs() -> None:
     assert names["plan"].need["device"] == 21, "the page shows a request turn dense"  # type: ignore[attr-defined]
 
 
+def test_the_page_on_fuzzing_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_blocks(ROOT / "docs" / "fuzzing.md")
+    assert names["failure"] is None and capsys.readouterr().out.strip()
+
+
 def test_the_page_on_the_window_runs() -> None:
     names = run_blocks(ROOT / "docs" / "window.md")
     assert names["match"].length == 1600  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from house_rules import (
     Module,
@@ -64,9 +66,11 @@ FLOORS = {
     "sgalloc.admission": 5,
     "sgalloc.replay": 5,
     "sgalloc.speculative": 5,
+    "sgalloc.fuzz": 5,
     "sgalloc.commands": 6,
     "sgalloc.cli": 6,
 }
+REFERENCE = "sgalloc.fuzz.reference"
 HOST_ROOMS = ("ledger", "pages", "plan", "sizing", "prefix", "inputs", "errors")
 # They do time and print.
 OUTSIDE = ("sgalloc.replay", "sgalloc.commands", "sgalloc.cli", "sgalloc.timeline", "sgalloc.bench")
@@ -75,7 +79,9 @@ OUTSIDE = ("sgalloc.replay", "sgalloc.commands", "sgalloc.cli", "sgalloc.timelin
 
 
 def test_c_and_a_are_written_in_the_ledger_alone() -> None:
-    writers = [place for module in modules() for place in writes_of_c_and_a(module)]
+    # The naive allocator of the fuzz has a C of its own.
+    judged = [module for module in modules() if not within(module.name, REFERENCE)]
+    writers = [place for module in judged for place in writes_of_c_and_a(module)]
     assert [place for place in writers if not place.startswith("sgalloc.ledger:")] == []
     assert len(writers) >= 4, "the ledger writes them, so the check must see that"
 
@@ -98,6 +104,21 @@ def test_what_host_rooms_import_imports_no_device_either() -> None:
         assert device_imports(by_name[name]) == []
         todo.extend(imported for imported, _ in imports_of(by_name[name]))
     assert len(seen) >= len(HOST_ROOMS)
+
+
+def test_the_reference_shares_no_code_with_what_it_judges() -> None:
+    rooms = [m for m in modules() if within(m.name, REFERENCE)]
+    assert len(rooms) > 5
+    assert [line for module in rooms for line in shared_code(module)] == []
+
+
+def shared_code(module: Module) -> list[str]:
+    """Imports of anything but the reference itself and the standard library."""
+    return [
+        f"{module.name}:{line} imports {name}"
+        for name, line in imports_of(module)
+        if not within(name, REFERENCE) and name.partition(".")[0] not in sys.stdlib_module_names
+    ]
 
 
 def test_no_room_imports_a_room_above() -> None:
@@ -179,6 +200,23 @@ def test_reading_is_no_write(source: str) -> None:
 def test_a_device_in_a_host_room_is_seen(source: str) -> None:
     assert device_imports(Module.of("sgalloc.ledger", source)) != []
     assert device_imports(Module.of("sgalloc.ledger", "import numpy, devices, cupyx_not")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sgalloc",
+        "from sgalloc.sizing import ceil_align",
+        "from sgalloc import sizing",
+        "import numpy as np",
+        "from ..calls import Call",
+        "def f():\n    from sgalloc.fuzz import config",
+    ],
+)
+def test_code_that_the_reference_shares_is_seen(source: str) -> None:
+    assert shared_code(Module.of(f"{REFERENCE}.naive", source)) != []
+    fine = "from collections import deque\nfrom sgalloc.fuzz.reference.words import Node"
+    assert shared_code(Module.of(f"{REFERENCE}.naive", fine)) == []
 
 
 @pytest.mark.parametrize(

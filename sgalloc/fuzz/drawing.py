@@ -154,18 +154,20 @@ def draw_open(d: Drawing) -> Call:
     names = [d.label() for _ in range(count)]
     for name in names:
         d.texts[name] = (namespace, d.kinds())
-    return Call("open", tuple((name,) for name in names), {"namespace": namespace})
+    return Call(
+        "open", tuple((name,) for name in names), {"namespace": namespace, "ask": d.choose.flag(2)}
+    )
 
 
 def draw_grow(d: Drawing) -> Call:
     """One growing verb."""
-    verb = d.choose.pick(("extend", "extend", "decode", "reserve"))
+    verb = d.choose.pick(("extend", "extend", "decode", "reserve", "reserve"))
     how: dict[str, Any] = {"grows": verb, "out": d.out(), "after": d.written(), **d.forms()}
     how["ask"] = not d.choose.flag(4)
     if d.choose.flag(12):
         how["keep"] = d.label()
-    if verb == "reserve" and d.choose.flag(2):
-        how["rounding"] = d.choose.pick(("host", "device", "auto"))
+    if verb == "reserve":
+        how["rounding"] = d.choose.pick((None, "device", "device", "host"))
     if verb == "extend" and d.world.config.sparse is not None:
         how["only"] = d.choose.flag(3)
     return Call("grow", tuple((name, d.ahead(name, verb)) for name in d.some()), how)

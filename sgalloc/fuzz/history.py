@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-MOST = 40
-"""Things that a drained allocator may hold beyond what a new one does."""
 _COLLECTIONS = (list, tuple, set, frozenset, deque)
 _LEFT_OUT = ("_refusals", "_journal")
 

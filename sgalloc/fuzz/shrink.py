@@ -23,13 +23,14 @@ def shrink(failure: Failure, more: Callable[[], bool], device: str = "cpu") -> F
         device: where it happened.
     """
     tried = Shrinking(failure.config, device, more, _FELL_OVER in failure.message)
-    message = tried.fails(failure.calls)
-    if not message:
+    if not tried.fails(failure.calls):
         # It depends on more than its calls; they are told as they were.
         return failure
-    tried.cut(message)
-    tried.leave_out()
-    tried.simplify()
+    before: list[Call] = []
+    while tried.calls != before and more():
+        before = tried.calls
+        tried.leave_out()
+        tried.simplify()
     return Failure(failure.seed, failure.world, failure.config, tried.calls, tried.message)
 
 
@@ -50,17 +51,13 @@ class Shrinking:
         self.calls: list[Call] = []
         self.message = ""
 
-    def fails(self, calls: list[Call]) -> str:
-        """What these calls fail with; they are then the fewest, up to the one that fails."""
+    def fails(self, calls: list[Call]) -> bool:
+        """Whether these calls fail; they are then the fewest, up to the one that fails."""
         found, made = run_calls(self._config, calls, self._device)
         if not found or (_FELL_OVER in found and not self._fell_over):
-            return ""
+            return False
         self.calls, self.message = calls[:made], found
-        return found
-
-    def cut(self, message: str) -> None:
-        """`fails` has cut what comes after the call that fails."""
-        assert message == self.message
+        return True
 
     def leave_out(self) -> None:
         """Leave out half of them, quarters, and so on, down to single calls."""

@@ -25,11 +25,11 @@ _OPENING: Sequence[Move] = (
     more.draw_event,
 )
 MOVES: dict[Move, int] = {
-    one.draw_open: 12, one.draw_grow: 36, one.draw_mixed: 20, one.draw_batch: 12,
-    one.draw_commit: 16, one.draw_trim: 12, one.draw_release: 20, one.draw_apply_kept: 8,
-    one.draw_prepare: 12, one.draw_compact: 8, one.draw_read: 4, more.draw_preallocate: 8,
+    one.draw_open: 12, one.draw_grow: 72, one.draw_mixed: 32, one.draw_batch: 16,
+    one.draw_commit: 28, one.draw_trim: 12, one.draw_release: 24, one.draw_apply_kept: 8,
+    one.draw_prepare: 20, one.draw_compact: 10, one.draw_read: 4, more.draw_preallocate: 8,
     more.draw_acknowledge: 16, more.draw_abort: 4, more.draw_reclaim: 4, more.draw_event: 12,
-    more.draw_what_if: 12, more.draw_wrong: 8, more.draw_recycle: 1, more.draw_snapshot: 2,
+    more.draw_what_if: 6, more.draw_wrong: 8, more.draw_recycle: 1, more.draw_snapshot: 2,
 }  # fmt: skip
 CACHE_MOVES: dict[Move, int] = {
     more.draw_match: 4, more.draw_open_with_prefix: 20, more.draw_publish: 12, more.draw_audit: 3,

@@ -12,6 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
 
@@ -22,7 +23,8 @@ class Fault(NamedTuple):
         kind: "K1" to "K10", as in the list of what goes wrong.
         name: what it is, in words.
         where: module and qualified name of the function.
-        old, new: the text that is there, and what stands in its place.
+        old, new: the text that is there, and what stands in its place, further lines as
+            indented as the first.
         found_by: "fuzz", or a test of the latch tests, by its path below ``tests``.
     """
 
@@ -75,7 +77,7 @@ FAULTS = (
     Fault("K3", "one id comes back for another", "sgalloc.pages:PagePool.give",
           "self.free += ids.size",
           "self.free += ids.size\n"
-          "    self._stack[self.free - 1] = self._stack[max(self.free - 2, 0)]"),
+          "self._stack[self.free - 1] = self._stack[max(self.free - 2, 0)]"),
     Fault("K3", "a trim gives shared pages back", "sgalloc.returning:trim",
           "owners, ids = ledger.page_range(rows, np.maximum(keep, shared), held)",
           "owners, ids = ledger.page_range(rows, keep, held)"),
@@ -90,7 +92,7 @@ FAULTS = (
     Fault("K4", "a release keeps the tail of a reserve", "sgalloc.returning:release",
           "shared, held = ledger.shared.take(rows), ledger.page_counts(rows)",
           "shared = ledger.shared.take(rows)\n"
-          "    held = np.maximum(-(-ledger.committed.take(rows) // ledger.page_size), shared)"),
+          "held = np.maximum(-(-ledger.committed.take(rows) // ledger.page_size), shared)"),
     Fault("K4", "a request that was thinned out loses its scratch",
           "sgalloc.groups.sparse:DevicePages.held", "if not having.size:", "if True:"),
     # -- K5: what the row's last owner left
@@ -138,27 +140,27 @@ FAULTS = (
     Fault("K9", "pages are evicted before a growth is refused", VICTIMS,
           "short = need - self.pool.free",
           "short = need - self.pool.free\n"
-          "    if self.tree is not None and short > self.evictable:\n"
-          "        gone = self.tree.victims(self.evictable)\n"
-          "        self.evict(gone, pages_of(gone)[0])"),
+          "if self.tree is not None and short > self.evictable:\n"
+          "    gone = self.tree.victims(self.evictable)\n"
+          "    self.evict(gone, pages_of(gone)[0])"),
     Fault("K9", "an exact fit is refused", VICTIMS,
           "if short > self.evictable:", "if short >= max(self.evictable, 1):"),
     Fault("K9", "rows are taken before pages are counted", "sgalloc.transfer:preallocate",
           "ledger.next_rows(lengths.size)",
-          "ledger.next_rows(lengths.size)\n    ledger.free_rows -= 1"),
+          "ledger.next_rows(lengths.size)\nledger.free_rows -= 1"),
     # -- K10: hidden cost
     Fault("K10", "every batch is remembered", "sgalloc.holdings:Holdings.batch",
           "return Batch(self._ledger, x)",
           "vars(self).setdefault('_made', []).append(Batch(self._ledger, x))\n"
-          "    return self._made[-1]"),
+          "return self._made[-1]"),
     Fault("K10", "every handle that was ever opened is remembered", "sgalloc.ledger:Ledger.open",
           "if namespace is not None:",
           "self.namespace.update((-h, count) for h in handles.tolist())\n"
-          "    if namespace is not None:"),
+          "if namespace is not None:"),
     Fault("K10", "a step waits for the device", "sgalloc.device.cuda:CudaDevice.write",
           "stream, capturing, quiet = self._order.enter(after, asked_here)",
           "stream, capturing, quiet = self._order.enter(after, asked_here)\n"
-          "        runtime.deviceSynchronize()",
+          "runtime.deviceSynchronize()",
           LATCH + "test_a_verb_returns_while_the_stream_is_held"),
 )  # fmt: skip
 
@@ -191,9 +193,7 @@ def mutated(function: Any, old: str, new: str) -> Any:
     at = source.index(old)
     indent = source[source.rindex("\n", 0, at) + 1 : at]
     indent = indent[: len(indent) - len(indent.lstrip())]
-    lines = new.split("\n")
-    shift = "" if len(lines) == 1 else indent[4:]
-    tree = ast.parse(source.replace(old, f"\n{shift}".join(lines)))
+    tree = ast.parse(source.replace(old, new.replace("\n", f"\n{indent}")))
     [definition] = tree.body
     assert isinstance(definition, ast.FunctionDef)
     definition.decorator_list = []
@@ -201,3 +201,31 @@ def mutated(function: Any, old: str, new: str) -> Any:
     flags = annotations.compiler_flag
     exec(compile(tree, function.__code__.co_filename, "exec", flags), names)
     return names[definition.name].__code__
+
+
+def table() -> Iterator[str]:
+    """The table of docs/fuzzing.md, a line at a time: `python tests/fuzz/planted.py`."""
+    from time import perf_counter
+
+    from sgalloc.fuzz.walk import run_world
+
+    yield "| kind | fault | found by | after calls | seconds |"
+    yield "|---|---|---|---|---|"
+    for fault in FAULTS:
+        if fault.found_by != "fuzz":
+            yield f"| {fault.kind} | {fault.name} | `tests/{fault.found_by}` | | |"
+            continue
+        calls, begun, failure = 0, perf_counter(), None
+        with planted(fault):
+            for number in count():
+                tally, failure = run_world(0, number)
+                calls += tally.calls
+                if failure is not None:
+                    break
+        seconds = perf_counter() - begun
+        yield f"| {fault.kind} | {fault.name} | `sgalloc fuzz` | {calls:,} | {seconds:.1f} |"
+
+
+if __name__ == "__main__":
+    for line in table():
+        print(line)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from fuzz.planted import FAULTS, Fault, planted
+from fuzz.planted import FAULTS, Fault, function_at, mutated, planted
+from stand_in_cuda import stand_in
 
 from sgalloc.fuzz.running import Setting, batches, worlds_for
 
+ROOT = Path(__file__).resolve().parents[2]
 BY_FUZZ = [fault for fault in FAULTS if fault.found_by == "fuzz"]
 MOST_CALLS = 20_000
 
@@ -34,3 +38,19 @@ def test_without_a_fault_the_same_worlds_agree() -> None:
 def test_a_planted_fault_is_found(fault: Fault) -> None:
     with planted(fault):
         assert found(worlds_for(MOST_CALLS))
+
+
+def test_faults_for_the_latch_tests_can_be_planted() -> None:
+    """Their text is there, and what takes its place compiles; a GPU has to find them."""
+    with stand_in():
+        for fault in FAULTS:
+            if fault.found_by != "fuzz":
+                assert mutated(function_at(fault.where), fault.old, fault.new).co_code
+                assert (ROOT / "tests" / fault.found_by.partition("::")[0]).is_file()
+
+
+def test_the_page_on_fuzzing_lists_every_fault() -> None:
+    page = (ROOT / "docs" / "fuzzing.md").read_text(encoding="utf-8")
+    for fault in FAULTS:
+        found = "`sgalloc fuzz`" if fault.found_by == "fuzz" else f"`tests/{fault.found_by}`"
+        assert f"| {fault.kind} | {fault.name} | {found} |" in page
