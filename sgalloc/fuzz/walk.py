@@ -32,10 +32,10 @@ MOVES: dict[Move, int] = {
     more.draw_what_if: 6, more.draw_wrong: 8, more.draw_recycle: 1, more.draw_snapshot: 2,
 }  # fmt: skip
 CACHE_MOVES: dict[Move, int] = {
-    more.draw_match: 4, more.draw_open_with_prefix: 20, more.draw_publish: 12, more.draw_audit: 3,
+    more.draw_match: 4, more.draw_open_with_prefix: 36, more.draw_publish: 20, more.draw_audit: 3,
     more.draw_clear: 1,
 }  # fmt: skip
-WINDOW_MOVES: dict[Move, int] = {one.draw_evict: 16, one.draw_tail: 8}
+WINDOW_MOVES: dict[Move, int] = {one.draw_evict: 28, one.draw_tail: 10}
 SPARSE_MOVES: dict[Move, int] = {one.draw_to_sparse: 20}
 
 

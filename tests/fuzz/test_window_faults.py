@@ -20,7 +20,7 @@ from sgalloc.groups.window import Window, WindowPart
 from sgalloc.plan import SideWrite
 from sgalloc.quarantine import Quarantine
 
-WORLDS, CALLS = range(48), 300
+WORLDS, CALLS = range(80), 300
 CONFIGS = (
     Config(9, 2, 4, 12, True, WindowSettings(3, 7)),
     Config(12, 1, 4, 8, True, WindowSettings(1, 12)),
