@@ -1,9 +1,9 @@
 """The picture: tokens a second, and what the allocator takes of a step, beside a naive one.
 
-python -m examples.engine.bench --device cuda --model 1b --running 256 --seconds 10 --out FILE.json
+python -m examples.engine.bench --device cuda --model 1b --running 256 --steps 400 --out FILE.json
 
 Four engines over one model (both allocators, with and without overlap) are filled first, and then
-measured in turns.
+make as many steps each, in turns. All serve the same requests, so the steps do the same work.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def workload(settings: Settings, vocab: int) -> Callable[[], Request]:
 
 
 class Runner:
-    """An engine that is kept full, measured turn by turn.
+    """An engine that is kept full, measured in turns.
 
     Args:
         model: whose forwards it runs.
@@ -99,11 +99,11 @@ class Runner:
         for _ in range(20):
             self._step()
 
-    def turn(self, seconds: float) -> None:
-        """Run for ``seconds``, and note each step."""
+    def turn(self, count: int) -> None:
+        """Make ``count`` steps, and note each."""
         self._clock.events.clear()
         began, put_out = perf_counter(), self._scheduler.counts["tokens"]
-        while perf_counter() - began < seconds:
+        for _ in range(count):
             self._clock.spent, first, at = 0.0, len(self._clock.events), perf_counter()
             self._step()
             took, events = perf_counter() - at, self._clock.events[first:]
@@ -177,8 +177,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--context", type=int, default=1536)
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=10, help="of each of the four")
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=400, help="of each of the four")
+    parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--out", required=True)
     given = parser.parse_args(arguments)
     gpu = given.device != "cpu"
@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
     # In turns, so that whatever else the machine does hits all alike.
     for _ in range(given.turns):
         for runner in runners:
-            runner.turn(given.seconds / given.turns)
+            runner.turn(-(-given.steps // given.turns))
     gc.unfreeze()
     runs = [runner.result() for runner in runners]
     for run in runs:
