@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from os import PathLike
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,7 +57,8 @@ class KVAllocator(Receiving):
         journal: a file, not there yet, that every call which changes the ledger is written to.
 
     Handles may be one int, a sequence, an array or a `Batch`; lengths one int for all or one
-    per request. A call that raises has changed nothing.
+    per request. A call that raises has changed nothing. One thread at a time uses an allocator, as
+    `adopt` says; `stats`, `available` and `receiving` can be asked from any.
 
     Raises:
         TypeError, ValueError: a configuration that cannot be served, naming the field; a journal
@@ -112,6 +114,7 @@ class KVAllocator(Receiving):
         elif sparse is not None:
             side = DevicePages(ledger, sparse, self.num_pages)
         self._core = Core.build(ledger, pool, table, prefix_cache, self._count, side)
+        self._owner = self._core.owner
         self._make_plan = Plan if journal is None else Planned
         ranges.listen(self, self._core)
         self._journal: Journalled | None = None
@@ -222,6 +225,8 @@ class KVAllocator(Receiving):
             OutOfPages, RowTooNarrow: it does not fit.
         """
         try:
+            if get_ident() != self._owner.thread:
+                self._owner.claim()
             rows, start, cur = self._ledger.holding(x)
             stop = self._extend_stop(rows, start, lengths)
             self._core.settle()
@@ -243,6 +248,8 @@ class KVAllocator(Receiving):
         Args, returns, raises: as `extend`; ``tokens`` an int or one per request.
         """
         try:
+            if get_ident() != self._owner.thread:
+                self._owner.claim()
             rows, start, cur = self._ledger.holding(x)
             stop = start + _operand(tokens, rows.size, "tokens")
             self._core.settle()
@@ -356,6 +363,8 @@ class KVAllocator(Receiving):
             CommitPastExtent: C would pass A.
         """
         try:
+            if get_ident() != self._owner.thread:
+                self._owner.claim()
             rows = self._ledger.rows_of(x)
             if self._ledger.receiving_rows:
                 self._ledger.check_received(rows)
@@ -381,6 +390,7 @@ class KVAllocator(Receiving):
         Raises:
             ValueError: the table is not on a GPU.
         """
+        self._owner.check()
         most = whole_number(max_pages, "max_pages", 1, MAX_SLOT)
         return self._core.device.captured(self._apply_through, most)  # type: ignore[no-any-return]
 
@@ -391,6 +401,7 @@ class KVAllocator(Receiving):
             max_pages: the most new pages of one step; on a GPU 2**21 if None, on a CPU there is
                 no bound.
         """
+        self._owner.check()
         if max_pages is not None:
             whole_number(max_pages, "max_pages", 1)
         self._ledger.warm()
@@ -402,8 +413,21 @@ class KVAllocator(Receiving):
         Raises:
             JournalError: the journal had ended early.
         """
+        self._owner.check()
         if self._journal is not None:
             self._journal.close()
+
+    def adopt(self) -> None:
+        """Let the calling thread use this allocator from now on, in place of the one that did.
+
+        The first thread that calls a verb owns the allocator; any other is refused, until the
+        owner has ended, or another adopts it. Adopt while the owner makes no call, and under a
+        lock of your own where threads take turns.
+
+        Raises:
+            WrongState: the allocator is on a GPU, and was made before this process was forked.
+        """
+        self._owner.adopt()
 
     # -- inside ----------------------------------------------------------------------------
 
@@ -426,6 +450,8 @@ class KVAllocator(Receiving):
             counts_step: whether each request counts a decode step.
         """
         try:
+            if get_ident() != self._owner.thread:
+                self._owner.claim()
             rows, start, cur = self._ledger.holding(x)
             tokens = _operand(reserve, rows.size, "reserve")
             self._core.settle()
@@ -465,6 +491,7 @@ class KVAllocator(Receiving):
 
     def _apply_through(self, plan: Plan, writer: Writer) -> None:
         """`apply`, with the table written by ``writer``."""
+        self._owner.check()
         self._check_plan(plan)
         self._core.settle()
         growing.apply(self._core, plan, None, None, writer)

@@ -13,6 +13,7 @@ from sgalloc.groups import NO_PAGES
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64, int64_array, shown, token_sequences
 from sgalloc.ledger import NO_ROWS, Ledger, concatenate, names_one
+from sgalloc.ownership import Owner, Unpicklable
 from sgalloc.pages import CACHED, Int32, PagePool
 from sgalloc.plan import Segments, SideWrite
 from sgalloc.prefix import Match, Node, RadixTree
@@ -47,7 +48,7 @@ class Twins(NamedTuple):
     given: Int32
 
 
-class PrefixCache:
+class PrefixCache(Unpicklable):
     """`KVAllocator.prefix`: whole pages of finished and running requests, shared by content."""
 
     def __init__(
@@ -58,8 +59,10 @@ class PrefixCache:
         device: Device,
         quarantine: Quarantine,
         count: Callable[[AllocError], None],
+        owner: Owner,
         side: Window | None = None,
     ) -> None:
+        self._owner = owner
         self._side = side
         self._count = count
         self.tree = tree
@@ -81,6 +84,7 @@ class PrefixCache:
         Returns:
             Match with ``length`` (tokens) and ``pages`` (ids, int32), for `open_with_prefix`.
         """
+        self._owner.check()
         ids = int64_array(tokens, "tokens")
         name = checked_namespace(namespace)
         whole = ids.size // self._ledger.page_size * self._ledger.page_size
@@ -107,6 +111,7 @@ class PrefixCache:
                 would be given up.
         """
         try:
+            self._owner.check()
             rows = self._ledger.rows_of(x)
             self._ledger.check_received(rows)
             prepared = self.prepare(rows, token_sequences(tokens, rows.size, names_one(x)))
@@ -135,6 +140,7 @@ class PrefixCache:
 
     def clear(self) -> int:
         """Evict every page that no request holds; how many these were."""
+        self._owner.check()
         self._quarantine.settle()
         victims = self.tree.victims(self.tree.evictable)
         pages = concatenate([victim.pages for victim in victims], np.int32)

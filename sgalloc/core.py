@@ -13,6 +13,7 @@ from sgalloc.errors import AllocError, OutOfPages
 from sgalloc.groups import Side
 from sgalloc.groups.window import Window
 from sgalloc.ledger import Ledger, concatenate
+from sgalloc.ownership import Owner
 from sgalloc.pages import CACHED, Int32, PagePool
 from sgalloc.pins import Pins
 from sgalloc.plan import Plan
@@ -31,6 +32,7 @@ class Core(NamedTuple):
     prefix: PrefixCache | None
     side: Side | None
     pins: Pins
+    owner: Owner
 
     @classmethod
     def build(
@@ -45,11 +47,12 @@ class Core(NamedTuple):
         """The parts, wired up; ``count`` is told of refusals by the prefix cache."""
         tree = RadixTree(ledger.page_size) if prefix_cache else None
         quarantine = Quarantine(pool, ledger, tree, device, side)
+        owner = Owner(on_gpu=device.name != "cpu")
         prefix = None
         if tree is not None:
             window = side if isinstance(side, Window) else None
-            prefix = PrefixCache(tree, ledger, pool, device, quarantine, count, window)
-        return cls(ledger, pool, quarantine, device, tree, prefix, side, Pins())
+            prefix = PrefixCache(tree, ledger, pool, device, quarantine, count, owner, window)
+        return cls(ledger, pool, quarantine, device, tree, prefix, side, Pins(), owner)
 
     @property
     def evictable(self) -> int:

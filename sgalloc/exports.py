@@ -9,9 +9,10 @@ import numpy as np
 from sgalloc.core import Core
 from sgalloc.device import Exported
 from sgalloc.inputs import counts
+from sgalloc.ownership import Unpicklable
 
 
-class PageTables:
+class PageTables(Unpicklable):
     """A padded page table and a CSR page list at fixed addresses, for captured graphs to read.
 
     Attributes:
@@ -47,6 +48,7 @@ class PageTables:
         Raises:
             ValueError: more requests or pages than the arrays have room for.
         """
+        self._core.owner.check()
         ledger = self._core.ledger
         rows = ledger.rows_of(x)
         if rows.size > self._most:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
+from threading import get_ident
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from sgalloc.groups.sparse import DevicePages
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64, counts, flag, int64_array, shown, whole_number
 from sgalloc.ledger import Batch, Ledger
+from sgalloc.ownership import Owner, Unpicklable
 from sgalloc.pages import LOCKED, Int32, PagePool
 from sgalloc.plan import Gather, Plan
 from sgalloc.stats import GroupStats, RowStats, StagingStats, Stats
@@ -31,11 +33,13 @@ _MOST = (1 << 31) - 1
 
 
 def counted(method: _Method) -> _Method:
-    """Count refusals by reason."""
+    """Refuse other threads than the owner, and count refusals by reason."""
 
     @wraps(method)
     def call(self: Holdings, *args: Any, **kwargs: Any) -> Any:
         try:
+            if get_ident() != self._owner.thread:
+                self._owner.claim()
             return method(self, *args, **kwargs)
         except AllocError as refusal:
             self._count(refusal)
@@ -44,7 +48,7 @@ def counted(method: _Method) -> _Method:
     return call  # type: ignore[return-value]
 
 
-class Holdings:
+class Holdings(Unpicklable):
     """The questions that `KVAllocator` answers."""
 
     num_pages: int
@@ -53,6 +57,7 @@ class Holdings:
     row_width: int
     _ledger: Ledger
     _core: Core
+    _owner: Owner
     _refusals: Counter[str]
 
     def __repr__(self) -> str:
@@ -365,6 +370,7 @@ class Holdings:
         Raises:
             ValueError: there is no such group.
         """
+        self._owner.check()
         pool = self._core.pool if group is None else self._pool(group)
         owners = pool.holder.copy()
         if self._core.tree is not None:
@@ -383,6 +389,7 @@ class Holdings:
             max_requests: most requests of one update.
             max_pages: most pages of a request.
         """
+        self._owner.check()
         most = whole_number(max_requests, "max_requests", 1, _MOST)
         return PageTables(self._core, most, whole_number(max_pages, "max_pages", 1, _MOST))
 
@@ -407,6 +414,7 @@ class Holdings:
         Equal on allocators that were given the same calls, whatever device they are on, at equal
         event state; refused calls and counters leave it alone.
         """
+        self._owner.check()
         return digest(self._core)
 
     def check(self, device: bool = False) -> Int32:
@@ -422,6 +430,7 @@ class Holdings:
         Raises:
             LawViolation: naming the page and both owners, or the entry.
         """
+        self._owner.check()
         core, device = self._core, flag(device, "device")
         laws.check_rows(core.ledger)
         if core.tree is not None and core.prefix is not None:
@@ -489,14 +498,16 @@ class Holdings:
 
 
 def _group_stats(pool: PagePool, cached: int, evictable: int, evicted: int) -> GroupStats:
+    # Each is read once: another thread may ask in the middle of a call.
+    total, free, waiting, pinned = pool.num_pages, pool.free, pool.waiting, pool.pinned
     return GroupStats(
-        total=pool.num_pages,
-        free=pool.free,
-        quarantined=pool.waiting,
+        total=total,
+        free=free,
+        quarantined=waiting,
         cached=cached,
         locked=cached - evictable,
-        pinned=pool.pinned,
-        owned=pool.num_pages - pool.free - pool.waiting - pool.pinned - cached,
+        pinned=pinned,
+        owned=total - free - waiting - pinned - cached,
         high_water=pool.high_water,
         evicted=evicted,
     )

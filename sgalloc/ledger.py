@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sgalloc.errors import CommitPastExtent, OutOfRows, StaleHandle, WrongState
 from sgalloc.inputs import Int64, int64_array
+from sgalloc.ownership import Unpicklable
 from sgalloc.pages import Int32
 
 NO_ROWS: Int64 = np.empty(0, np.int64)
@@ -377,7 +378,7 @@ class Ledger:
         self.free_rows += rows.size
 
 
-class Batch:
+class Batch(Unpicklable):
     """Requests that are named again and again: rows are looked up once.
 
     Checked again only after some request went away. Verbs take a batch or plain handles; with

@@ -10,6 +10,7 @@ import numpy as np
 from sgalloc.errors import RowTooNarrow
 from sgalloc.inputs import Int64
 from sgalloc.ledger import NO_ROWS, Ledger, concatenate, spread
+from sgalloc.ownership import Unpicklable
 from sgalloc.pages import Int32
 
 
@@ -101,7 +102,7 @@ class SidePart(Protocol):
         """Pages that it takes, net, if the rows ``leaving`` were no part of the plan."""
 
 
-class Plan:
+class Plan(Unpicklable):
     """What one call will do, or has done. Pure until applied.
 
     Attributes:

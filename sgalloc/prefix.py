@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sgalloc.inputs import Int64
+from sgalloc.ownership import Unpicklable
 from sgalloc.pages import Int32
 
 _DEAD = -1
@@ -456,7 +457,7 @@ def _last_with(node: Node, sides: int) -> int:
     return int(live.searchsorted(sides)) + 1
 
 
-class Match:
+class Match(Unpicklable):
     """A cached prefix, as `PrefixCache.match` found it.
 
     Attributes:

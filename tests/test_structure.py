@@ -21,6 +21,7 @@ from house_rules import (
 FLOORS = {
     "sgalloc._version": 0,
     "sgalloc.errors": 0,
+    "sgalloc.ownership": 0,
     "sgalloc.events": 0,
     "sgalloc.inputs": 0,
     "sgalloc.sizing": 0,

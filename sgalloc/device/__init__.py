@@ -8,10 +8,13 @@ from typing import Any, Protocol
 from sgalloc.device.cpu import CpuDevice
 from sgalloc.device.exported import Exported, SideTables
 from sgalloc.inputs import Int64, shown
+from sgalloc.ownership import was_forked
 from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Segments, SideWrite
 
 __all__ = ["CpuDevice", "Device", "Exported", "SideTables", "Writer", "open_device"]
+
+_NOT_INITIALIZED = 3  # cudaErrorInitializationError
 
 
 class Writer(Protocol):
@@ -187,7 +190,11 @@ def open_device(
 
 
 def cuda_missing() -> str | None:
-    """What keeps a GPU from being used; None where one can be."""
+    """What keeps a GPU from being used; None where one can be.
+
+    Raises:
+        ValueError: the fork that made this process does, so that a CPU is not what was asked for.
+    """
     try:
         from cupy.cuda import runtime
     except ImportError as error:
@@ -195,5 +202,10 @@ def cuda_missing() -> str | None:
     try:
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
+        if was_forked() and getattr(error, "status", 0) == _NOT_INITIALIZED:
+            raise ValueError(
+                "this process was forked from one that had used CUDA, and has no CUDA of its own: "
+                "start it with spawn, or fork before the first use of CUDA; or use device='cpu'"
+            ) from None
         return f"CUDA does not work here ({error}): look at the driver with nvidia-smi"
     return None if count else "there is no GPU"

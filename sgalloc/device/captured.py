@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import cupy
@@ -16,6 +17,7 @@ from sgalloc.device.streams import Handle, current_stream, stream_pointer
 from sgalloc.errors import WrongState
 from sgalloc.inputs import Int64
 from sgalloc.ledger import NO_ROWS
+from sgalloc.ownership import Unpicklable, check_process
 from sgalloc.pages import Int32
 from sgalloc.plan import Gather, Plan, Segments, SideWrite
 
@@ -23,7 +25,7 @@ from sgalloc.plan import Gather, Plan, Segments, SideWrite
 RING = 8
 
 
-class CapturedUpdate:
+class CapturedUpdate(Unpicklable):
     """A launch for one's own graph: `stage` says what the next replay writes.
 
     Each replay applies the oldest step that was staged and not yet replayed; with none it
@@ -62,6 +64,7 @@ class CapturedUpdate:
             self._counters = cupy.zeros(3, cupy.uint32)
             runtime.deviceSynchronize()
         self._staged = 0
+        self._process = os.getpid()
         self._places = [NO_ROWS] * RING
 
     def launch(self, stream: Any = None) -> None:
@@ -69,6 +72,7 @@ class CapturedUpdate:
 
         Outside of a capture it applies one staged step at once.
         """
+        check_process(self._process)
         pointer = current_stream(self._device) if stream is None else stream_pointer(stream)
         geometry = self._geometry
         tile = geometry.tile_for(self._max_pages)

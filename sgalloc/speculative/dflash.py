@@ -138,6 +138,7 @@ def prepare_for_decode(
         RowTooNarrow, OutOfPages: it does not fit; nothing was evicted and no step counted.
     """
     tokens = asked(alloc, spec, _ALGORITHMS, reserve)
+    alloc._owner.check()
     n = len(batch) if isinstance(batch, Batch) else alloc.rows(batch).size
     widest, uniform = _summary(top_k, n)
     if lengths is not None:

@@ -8,6 +8,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from threading import get_ident
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -123,10 +124,12 @@ class Journalled:
         writers, kind = self._writers(verb), verb.kind
         numbered, listed = verb.answer is Form.NUMBER, verb.answer is Form.IDS
         lists, matches = verb.name == "open_with_prefix", verb.name == "match"
+        owner = self._core.owner
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not log.open:
+            # A thread that is refused has no part in the journal either.
+            if not log.open or (get_ident() != owner.thread and not owner.mine()):
                 return method(*args, **kwargs)
             if polls:
                 polls.clear()
