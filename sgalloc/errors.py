@@ -121,17 +121,47 @@ class MirrorDiverged(AllocError):
     Attributes:
         common: the digest that most ranks have.
         others: the digests of the ranks that differ, by rank.
+        record: where all ranks have journals, the number of the first record that differs, in
+            the journal of the lowest rank that goes so far; else None.
+        calls: what each rank has there, in words, by rank; empty without a record.
     """
 
-    def __init__(self, common: str, others: dict[int, str]) -> None:
-        super().__init__(common, others)
+    def __init__(
+        self,
+        common: str,
+        others: dict[int, str],
+        record: int | None = None,
+        calls: dict[int, str] | None = None,
+        noted: bool = False,
+    ) -> None:
+        super().__init__(common, others, record, calls, noted)
         self.common = common
         self.others = others
+        self.record = record
+        self.calls = calls or {}
+        self._noted = noted
 
     def __str__(self) -> str:
         named = ", ".join(f"rank {rank} ({found[:8]})" for rank, found in self.others.items())
+        verb = "differs" if len(self.others) == 1 else "differ"
+        return f"{named} {verb} from the other ranks ({self.common[:8]}): {self._why()}"
+
+    def _why(self) -> str:
+        if self.record is not None:
+            ranks: dict[str, list[int]] = {}
+            for rank, call in self.calls.items():
+                ranks.setdefault(call, []).append(rank)
+            said = "; ".join(
+                f"rank{'s' * (len(some) > 1)} {', '.join(map(str, some))}: {call}"
+                for call, some in ranks.items()
+            )
+            return f"their journals part at record {self.record}: {said}"
+        if self._noted:
+            return (
+                "their journals tell of the same calls, or one cannot be read: run check() on each "
+                "rank, and sgalloc replay --journal"
+            )
         return (
-            f"{named} differ from the other ranks ({self.common[:8]}): "
             "they made other calls, or took in other events; call settle() on all together, and "
-            "compare the calls"
+            "give every rank a journal=, which names the first call that differs"
         )

@@ -408,7 +408,7 @@ class Holdings(Unpicklable):
         """
         return snapshot(self._core, self._refusals, assume_done)
 
-    def digest(self) -> str:
+    def digest(self, *, incremental: bool = False) -> str:
         """A hash of ids, lengths, rows and cache, 32 hexadecimal digits, computed when asked.
 
         Equal on allocators that were given the same calls, whatever device they are on, at equal

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,24 +13,36 @@ from trust import mirrors
 from trust.walk import make
 
 import sgalloc
-from sgalloc.distributed import assert_mirrored, compare
+from sgalloc.distributed import apart, assert_mirrored
 
 
 def test_ranks_that_differ_from_most_are_named() -> None:
-    compare({0: "a"})
-    compare({3: "a", 5: "a"})
-    for digests, others in (
-        ({0: "a", 1: "b"}, {1: "b"}),
-        ({7: "b", 2: "a"}, {7: "b"}),
-        ({0: "a", 1: "b", 2: "b"}, {0: "a"}),
-        ({0: "a", 1: "b", 2: "c", 3: "b"}, {0: "a", 2: "c"}),
+    assert apart({0: "a"}) == apart({3: "a", 5: "a"}) == ("a", {})
+    for digests, common, others in (
+        ({0: "a", 1: "b"}, "a", {1: "b"}),
+        ({7: "b", 2: "a"}, "a", {7: "b"}),
+        ({0: "a", 1: "b", 2: "b"}, "b", {0: "a"}),
+        ({0: "a", 1: "b", 2: "c", 3: "b"}, "b", {0: "a", 2: "c"}),
     ):
-        with pytest.raises(sgalloc.MirrorDiverged) as caught:
-            compare(digests)
-        assert caught.value.others == others
-        assert isinstance(caught.value, sgalloc.AllocError)
+        assert apart(digests) == (common, others)
+        error = sgalloc.MirrorDiverged(common, others)
+        assert isinstance(error, sgalloc.AllocError)
+        assert (error.others, error.record, error.calls) == (others, None, {})
         for rank, digest in others.items():
-            assert f"rank {rank} ({digest})" in str(caught.value)
+            assert f"rank {rank} ({digest})" in str(error)
+
+
+def test_the_message_is_one_line_that_survives_a_pickle() -> None:
+    calls = {0: "open of 3 requests", 1: "open of 3 requests", 2: "open of 4 requests"}
+    named = sgalloc.MirrorDiverged("a" * 32, {2: "b" * 32}, 17, calls)
+    assert str(named) == (
+        "rank 2 (bbbbbbbb) differs from the other ranks (aaaaaaaa): their journals part at record "
+        "17: ranks 0, 1: open of 3 requests; rank 2: open of 4 requests"
+    )
+    for error in (named, sgalloc.MirrorDiverged("a", {1: "b", 2: "c"}, noted=True)):
+        again = pickle.loads(pickle.dumps(error))
+        assert str(again) == str(error) and "\n" not in str(error)
+        assert again.calls == error.calls and again.others == error.others
 
 
 def test_nothing_imports_torch_before_it_is_asked_for() -> None:
@@ -57,3 +71,24 @@ def test_three_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [found[rank]["the others"] for rank in (0, 1)] == [equal] * 2
     # Of two that differ the lower is taken for right, by its number among all ranks.
     assert [found[rank]["with it"][1] for rank in (1, 2)] == [[2]] * 2
+
+
+@pytest.mark.parametrize(("ranks", "run"), [(2, mirrors.run_two), (3, mirrors.run_calls)])
+def test_the_first_call_that_differs_is_named_on_every_rank(
+    ranks: int, run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run_ranks(run, range(ranks), tmp_path, monkeypatch, mirrors.SECONDS)
+    assert all(part == found[0] for part in found)
+    last = ranks - 1
+    equal = {found[0][change] for change in mirrors.HARMLESS}
+    assert len(equal) == 1 and len(equal.pop()) == 32
+    for change, (one, other) in mirrors.CHANGES.items():
+        message, record, calls, others = found[0][change]
+        assert others == [last] and set(calls) == set(range(ranks))
+        assert calls[last].startswith(one)
+        assert all(calls[rank].startswith(other) for rank in range(last))
+        assert f"record {record}" in message and calls[0] in message and "\n" not in message
+    for lacking, hint in (("without a journal", "journal="), ("closed", "journal="),
+                          ("gone", "cannot be read")):  # fmt: skip
+        message, others = found[0][lacking]
+        assert others and hint in message and "record" not in message

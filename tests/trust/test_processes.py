@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_the_gpu_allocator_of_a_parent_is_refused_before_any_call_of_cuda() -> N
         update = alloc.captured(8)
         calls = every_call(alloc)
         calls["update.launch"] = update.launch
-        calls["update.stage"] = lambda plan=alloc.plan(decode=(handles, 9)): update.stage(plan)
+        calls["update.stage"] = partial(update.stage, alloc.plan(decode=(handles, 9)))
         calls["adopt"] = alloc.adopt
 
         def use() -> dict[str, str]:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def calls_of(target: Any) -> dict[str, Callable[[], Any]]:
         if name.startswith("_") or not callable(getattr(type(target), name)):
             continue
         method = getattr(target, name)
-        found[name] = lambda method=method, args=given(method): method(*args)
+        found[name] = partial(method, *given(method))
     return found
 
 
