@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +48,13 @@ CHANGES = {
 HARMLESS = ("", "refused", "said otherwise", "events that are done")
 
 
-def serve(path: Path | None, change: str = "") -> Any:
+def serve(path: Path | None, change: str = "", device: str = "cpu") -> Any:
     """A few requests on an allocator that is fresh; ``change`` is what this rank does otherwise."""
     pages = 101 if change == "another configuration" else 100
-    alloc = sgalloc.KVAllocator(pages, 4, 12, 160, device="cpu", prefix_cache=True, journal=path)
+    alloc = sgalloc.KVAllocator(pages, 4, 12, 160, device=device, prefix_cache=True, journal=path)
     event, prompt = Query(), np.arange(44)
+    # On a GPU a write waits for CUDA's events alone.
+    over = None if change == "said otherwise" or device != "cpu" else Query(True)
     handles = alloc.open(4 if change == "first" else 3)[:3]
     if change == "refused":
         for call in (
@@ -75,7 +79,7 @@ def serve(path: Path | None, change: str = "") -> Any:
             reserve = 24
         if turn == 3 and change == "one of many":
             reserve = [16, 37, 16]
-        alloc.reserve(batch, reserve, after=None if change == "said otherwise" else Query(True))
+        alloc.reserve(batch, reserve, after=over)
         alloc.commit(batch, [turn % 2, 2, 3])
         if turn == 2 and change == "a call more":
             alloc.decode(batch)
@@ -185,36 +189,53 @@ def mirror(rank: int) -> dict[str, Any]:
     return found
 
 
-def tell_calls(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
+def tell_calls(rank: int, ranks: int, folder: Path, device: str = "cpu") -> dict[str, Any]:
     """Of each change that the last rank makes, what every rank is told."""
     found = {}
     for at, change in enumerate((*HARMLESS, *CHANGES)):
         path = folder / f"{at}.{rank}"
-        alloc = serve(path, change if rank == ranks - 1 else "")
+        alloc = serve(path, change if rank == ranks - 1 else "", device)
         try:
             found[change] = assert_mirrored(alloc, incremental=bool(at % 2))
         except sgalloc.MirrorDiverged as error:
             found[change] = (str(error), error.record, error.calls, sorted(error.others))
-    without = serve(folder / f"without.{rank}" if rank else None, "middle" if rank else "")
+    other = "middle" if rank else ""
+    without = serve(folder / f"without.{rank}" if rank else None, other, device)
     found["without a journal"] = said(without)
-    closed = serve(folder / f"closed.{rank}", "middle" if rank else "")
+    closed = serve(folder / f"closed.{rank}", other, device)
     if rank:
         closed.close_journal()
     found["closed"] = said(closed)
-    gone = serve(folder / f"gone.{rank}", "middle" if rank else "")
+    gone = serve(folder / f"gone.{rank}", other, device)
     if rank:
         (folder / f"gone.{rank}").unlink()
     found["gone"] = said(gone)
     return found
 
 
-def _run(rank: int, rendezvous: str, results: Any, ranks: int, work: Callable[[int], Any]) -> None:
+def _run(
+    rank: int,
+    rendezvous: str,
+    results: Any,
+    ranks: int,
+    work: Callable[[int], Any],
+    backend: str = "gloo",
+) -> None:
     """One process; its findings, or its traceback, go into the pipe ``results``."""
     try:
+        # What a comparison sends needs no multicast, which not every host allows.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        import torch
         import torch.distributed as dist
 
+        how: dict[str, Any] = {}
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+            how["device_id"] = torch.device("cuda", rank)
         limit = timedelta(seconds=SECONDS)
-        dist.init_process_group("gloo", f"file://{rendezvous}", limit, world_size=ranks, rank=rank)
+        dist.init_process_group(
+            backend, f"file://{rendezvous}", limit, world_size=ranks, rank=rank, **how
+        )
         try:
             results.send(work(rank))
             dist.barrier()
@@ -231,8 +252,36 @@ def run(rank: int, rendezvous: str, results: Any) -> None:
 
 def run_calls(rank: int, rendezvous: str, results: Any, ranks: int = RANKS) -> None:
     folder = Path(rendezvous).parent
-    _run(rank, rendezvous, results, ranks, lambda rank: tell_calls(rank, ranks, folder))
+    _run(rank, rendezvous, results, ranks, partial(tell_calls, ranks=ranks, folder=folder))
 
 
 def run_two(rank: int, rendezvous: str, results: Any) -> None:
     run_calls(rank, rendezvous, results, 2)
+
+
+def run_gpus(rank: int, rendezvous: str, results: Any) -> None:
+    """Two ranks over NCCL, each with its tables on a GPU of its own."""
+    folder = Path(rendezvous).parent
+    work = partial(tell_calls, ranks=2, folder=folder, device=f"cuda:{rank}")
+    _run(rank, rendezvous, results, 2, work, "nccl")
+
+
+def assert_named(found: Sequence[dict[str, Any]]) -> None:
+    """Every rank was told the same, and of each change the call that is its cause."""
+    assert all(part == found[0] for part in found)
+    last = len(found) - 1
+    equal = {found[0][change] for change in HARMLESS}
+    assert len(equal) == 1 and len(equal.pop()) == 32
+    for change, (one, other) in CHANGES.items():
+        message, record, calls, others = found[0][change]
+        assert others == [last] and set(calls) == set(range(last + 1))
+        assert calls[last].startswith(one)
+        assert all(calls[rank].startswith(other) for rank in range(last))
+        assert f"record {record}" in message and calls[0] in message and "\n" not in message
+    for lacking, hint in (
+        ("without a journal", "journal="),
+        ("closed", "journal="),
+        ("gone", "cannot be read"),
+    ):
+        message, others = found[0][lacking]
+        assert others and hint in message and "record" not in message

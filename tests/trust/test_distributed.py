@@ -78,17 +78,4 @@ def test_the_first_call_that_differs_is_named_on_every_rank(
     ranks: int, run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = run_ranks(run, range(ranks), tmp_path, monkeypatch, mirrors.SECONDS)
-    assert all(part == found[0] for part in found)
-    last = ranks - 1
-    equal = {found[0][change] for change in mirrors.HARMLESS}
-    assert len(equal) == 1 and len(equal.pop()) == 32
-    for change, (one, other) in mirrors.CHANGES.items():
-        message, record, calls, others = found[0][change]
-        assert others == [last] and set(calls) == set(range(ranks))
-        assert calls[last].startswith(one)
-        assert all(calls[rank].startswith(other) for rank in range(last))
-        assert f"record {record}" in message and calls[0] in message and "\n" not in message
-    for lacking, hint in (("without a journal", "journal="), ("closed", "journal="),
-                          ("gone", "cannot be read")):  # fmt: skip
-        message, others = found[0][lacking]
-        assert others and hint in message and "record" not in message
+    mirrors.assert_named(found)
