@@ -25,7 +25,7 @@ from sgalloc.ownership import Owner, Unpicklable
 from sgalloc.pages import LOCKED, Int32, PagePool
 from sgalloc.plan import Gather, Plan
 from sgalloc.stats import GroupStats, RowStats, StagingStats, Stats
-from sgalloc.trust.digest import digest
+from sgalloc.trust.digest import Tally, digest
 from sgalloc.trust.snapshot import snapshot
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -58,6 +58,7 @@ class Holdings(Unpicklable):
     _ledger: Ledger
     _core: Core
     _owner: Owner
+    _tally: Tally | None = None
     _refusals: Counter[str]
 
     def __repr__(self) -> str:
@@ -413,9 +414,19 @@ class Holdings(Unpicklable):
 
         Equal on allocators that were given the same calls, whatever device they are on, at equal
         event state; refused calls and counters leave it alone.
+
+        Args:
+            incremental: the same number, kept up: the first such call looks at everything, and
+                later ones at what verbs have changed since, and at a few numbers of each row.
+                From then on verbs note what they change. Without it everything is read anew, so
+                that what a stray write has changed is seen, too.
         """
         self._owner.check()
-        return digest(self._core)
+        if not flag(incremental, "incremental"):
+            return digest(self._core)
+        if self._tally is None:
+            self._tally = Tally(self._core, keeps=True)
+        return self._tally.value()
 
     def check(self, device: bool = False) -> Int32:
         """Prove the row law and the partition law, in time linear in pages.
