@@ -36,10 +36,6 @@ def follow_ledger(ledger: Ledger, low: Int64) -> None:
 
         __slots__ = ()
 
-        def adopt(self, row: int, pages: Int32, namespace: Any) -> None:
-            low[row] = 0
-            super().adopt(row, pages, namespace)
-
         def share(self, row: int, count: int, first: int, twins: Int32) -> None:
             low[row] = min(int(low[row]), first)
             super().share(row, count, first, twins)

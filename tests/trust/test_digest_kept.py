@@ -15,6 +15,9 @@ from trust.test_digest import key, plants
 from trust.walk import CONFIGS, Walk, make
 
 import sgalloc
+from sgalloc.prefix import RadixTree
+from sgalloc.trust.cached import Cached
+from sgalloc.trust.following import follow_tree
 from sgalloc.trust.rerun import rerun
 from sgalloc.trust.sums import Holders, Lists, Rows, Stack, Table, Uses, hashes, run, salt, total
 
@@ -119,17 +122,91 @@ def test_a_long_time_without_asking_is_looked_at_whole() -> None:
     alloc = make("window, map, prefix", roomy=True)
     kept(alloc)
     tally = alloc._tally
-    for turn in range(700):
+    forgotten = 0
+    for turn in range(1500):
         (handle,) = alloc.open()
         alloc.extend(handle, 9)
-        alloc.release(handle, tokens=np.arange(9) + 10 * (turn % 50))
+        alloc.release(handle, tokens=np.arange(9) + 10 * turn)
         pools = [pool for pool in tally._pools if pool._moved is not None]
         assert all(pool._count <= pool.pool.num_pages for pool in pools)
         assert len(tally._cached._noted) <= 2 * len(tally._cached._seen) + 1024
+        forgotten += tally._cached._uses is None
+    assert forgotten
     assert all(pool._moved is None for pool in tally._pools)
     assert kept(alloc) == alloc.digest()
-    alloc.prefix.match(np.arange(9))
+    alloc.prefix.match(np.arange(9) + 10 * 1499)
     assert kept(alloc) == alloc.digest()
+
+
+@pytest.mark.parametrize("often", [True, False])
+def test_a_prefix_that_is_given_up_and_taken_again(often: bool) -> None:
+    """Between two looks a row may come to share as many pages as before, and others."""
+    alloc = make("prefix cache", ps=2, roomy=True)
+    one, other = np.arange(8), np.arange(8) + 100
+    (handle,) = alloc.open()
+    alloc.extend(handle, 8)
+    alloc.prefix.publish(handle, one)
+    before = kept(alloc)
+    alloc.trim(handle, 0)
+    if often:
+        assert kept(alloc) == alloc.digest()
+    alloc.extend(handle, 8)
+    alloc.prefix.publish(handle, other)
+    assert kept(alloc) == alloc.digest() != before
+
+
+def test_a_row_that_goes_on_with_the_window_pages_of_its_twin() -> None:
+    alloc = make("window, map, prefix", ps=2, roomy=True)
+    handles = alloc.open(2)
+    alloc.extend(handles, 8)
+    kept(alloc)
+    for handle in handles:
+        alloc.prefix.publish(handle, np.arange(8))
+        assert kept(alloc) == alloc.digest()
+    assert alloc.window_pages(handles[0]).tolist() == alloc.window_pages(handles[1]).tolist()
+
+
+def test_every_change_of_a_tree_is_noted_by_itself() -> None:
+    """Whatever else a verb does to the same nodes: each method is looked at alone."""
+    drawn, tree = random.Random(6), RadixTree(2)
+    cached = Cached(tree, 2)
+    follow_tree(tree, cached.note)
+    cached.refresh()
+    locked: list[Any] = []
+    done: Counter[str] = Counter()
+    for number in range(500):
+        nodes = tree.nodes()
+        tree.tick()
+        what = drawn.choice(("insert", "insert", "touch", "lock", "unlock", "take_over", "evict"))
+        if what == "insert":
+            pages = drawn.randint(1, 5)
+            tokens = np.array([drawn.randint(0, 1) for _ in range(2 * pages)])
+            sides = np.array([drawn.choice((0, 50 + n)) for n in range(pages)], np.int32)
+            ids = np.arange(pages, dtype=np.int32) + 10 * number
+            tree.insert(drawn.choice((None, "x")), tokens, ids, sides)
+        elif what == "touch" and nodes:
+            tree.touch(drawn.choice(nodes))
+        elif what == "lock" and nodes:
+            locked.append(drawn.choice(nodes))
+            tree.lock(locked[-1])
+        elif what == "unlock" and locked:
+            tree.unlock(locked.pop(drawn.randrange(len(locked))))
+        elif what == "take_over" and nodes:
+            node = drawn.choice(nodes)
+            tree.take_over(node, np.full(node.end, number + 1, np.int32))
+        elif what == "evict" and tree.evictable:
+            # On the way to a victim others were touched, which only it can tell of.
+            victims = tree.victims(drawn.randint(1, min(tree.evictable, 6)))
+            if drawn.random() < 0.5:
+                tree.touch(victims[0].node)
+            tree.evict(victims)
+        done[what] += 1
+        cached.refresh()
+        fresh = Cached(tree, 2)
+        fresh.refresh()
+        assert cached.sum == fresh.sum, what
+        assert set(cached._seen) == set(fresh._seen)
+    assert min(done.values()) > 30
 
 
 def test_it_goes_with_a_journal_and_after_a_restore(tmp_path: Path) -> None:
