@@ -117,7 +117,7 @@ class KVAllocator(Receiving):
         self._owner = self._core.owner
         self._make_plan = Plan if journal is None else Planned
         ranges.listen(self, self._core)
-        self._journal: Journalled | None = None
+        self._journal = None
         if journal is not None:
             config = config_of(self, window, sparse, prefix_cache)
             self._journal = Journalled(journal, config)

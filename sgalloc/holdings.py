@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from threading import get_ident
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from sgalloc.plan import Gather, Plan
 from sgalloc.stats import GroupStats, RowStats, StagingStats, Stats
 from sgalloc.trust.digest import Tally, digest
 from sgalloc.trust.snapshot import snapshot
+
+if TYPE_CHECKING:
+    from sgalloc.trust.journalled import Journalled
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _MOST = (1 << 31) - 1
@@ -59,6 +62,7 @@ class Holdings(Unpicklable):
     _core: Core
     _owner: Owner
     _tally: Tally | None = None
+    _journal: Journalled | None
     _refusals: Counter[str]
 
     def __repr__(self) -> str:

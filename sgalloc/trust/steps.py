@@ -156,31 +156,34 @@ class _Steps:
             return None
         if verb.name == "reclaim":
             read = {}  # when it was asked says less than what came back
-        parts = [bytes((verb.kind,)), _folded(pending)]
-        parts += [self._argument(verb, name, value) for name, value in read.items()]
+        parts = [b"%d %d" % (verb.kind, pending)]
+        for argument in verb.arguments:
+            if argument.name in read and argument.form is not Form.EVENT:
+                parts.append(self._argument(argument.form, read[argument.name]))
         return self._made(
             record,
             b"".join(parts),
-            _folded((answer, *self._levels)),
+            _folded(answer) + repr(self._levels).encode(),
             lambda: _words(verb, read, self._given.rows, pending),
         )
 
-    def _argument(self, verb: Verb, name: str, value: Any) -> bytes:
-        form = next(argument.form for argument in verb.arguments if argument.name == name)
-        if form in _HASHED and value is not None:
+    def _argument(self, form: Form | None, value: Any) -> bytes:
+        if value is None or isinstance(value, int):
+            return b"I%d" % value if value is not None else b"N"
+        if form in _HASHED:
             # Keys differ: it counts which pages are equal to which earlier ones.
             prompts = [value] if form is Form.PROMPT else value
             value = [None if one is None else self._numbered(one) for one in prompts]
         elif form is Form.COUNTS:
             value = _alike(value)
+        elif form is Form.HANDLES:
+            return self._handles(value)
         elif form is Form.PLAN:
             parts, counts_step = value
             pairs = {key: part for key, part in parts.items() if isinstance(part, tuple)}
             flags = [part for part in parts.values() if not isinstance(part, tuple)]
             folded = [(key, self._handles(x), _alike(n)) for key, (x, n) in pairs.items()]
             value = (folded, flags, counts_step)
-        elif form is Form.HANDLES:
-            value = self._handles(value)
         return _folded(value)
 
     def _handles(self, handles: Int64) -> bytes:
@@ -210,13 +213,15 @@ def _did_nothing(verb: Verb, answer: Any) -> bool:
 
 def _alike(numbers: Any) -> Any:
     """One number for all where all are the same, as a caller may have said it either way."""
-    if isinstance(numbers, np.ndarray) and numbers.size and (numbers == numbers[0]).all():
-        return int(numbers[0])
+    if isinstance(numbers, np.ndarray) and numbers.size and numbers[0] == numbers[-1]:
+        return int(numbers[0]) if (numbers == numbers[0]).all() else numbers
     return numbers
 
 
 def _folded(value: Any) -> bytes:
     """``value`` as bytes that no other one has."""
+    if isinstance(value, int):
+        return b"I%d" % value
     if isinstance(value, np.ndarray):
         return b"A%d:" % value.size + np.ascontiguousarray(value, "<i8").tobytes()
     if isinstance(value, bytes):

@@ -15,6 +15,8 @@ from trust.test_digest import key, plants
 from trust.walk import CONFIGS, Walk, make
 
 import sgalloc
+from profiling import digest as benchmark
+from profiling.harness import Effort
 from sgalloc.prefix import RadixTree
 from sgalloc.trust.cached import Cached
 from sgalloc.trust.following import follow_tree
@@ -360,3 +362,11 @@ def test_namespaces_that_end_are_forgotten() -> None:
         assert alloc.digest() != kept(alloc)
     alloc.release(named)
     assert kept(alloc) == alloc.digest()
+
+
+def test_the_benchmark_compares_the_digests_of_its_sides() -> None:
+    effort = Effort(0.01, 2, most=2, warm_up=1, block=1)
+    for cache in (False, True):
+        records = benchmark.measure(1 << 14, 16, cache, effort)
+        timed = {(record["side"], record["name"]) for record in records}
+        assert len(timed) == 7 and (benchmark.PLAIN, "digest") not in timed
