@@ -180,13 +180,20 @@ def open_device(
 
     from sgalloc.device.cuda import CudaDevice
 
-    index = int(number) if number else int(runtime.getDevice())
-    if index >= runtime.getDeviceCount():
-        raise ValueError(
-            f"device {name!r} is not here: this machine has {runtime.getDeviceCount()} GPUs, "
-            "counted from 0"
+    try:
+        index = int(number) if number else int(runtime.getDevice())
+        if index >= runtime.getDeviceCount():
+            raise ValueError(
+                f"device {name!r} is not here: this machine has {runtime.getDeviceCount()} GPUs, "
+                "counted from 0"
+            )
+        return CudaDevice(
+            index, max_requests, row_width, page_size, stream, reader, page_table, side
         )
-    return CudaDevice(index, max_requests, row_width, page_size, stream, reader, page_table, side)
+    except runtime.CUDARuntimeError as error:
+        # Which call is the first to fail in a fork depends on the version of CUDA.
+        _refuse_fork(error)
+        raise
 
 
 def cuda_missing() -> str | None:
@@ -202,10 +209,19 @@ def cuda_missing() -> str | None:
     try:
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
-        if was_forked() and getattr(error, "status", 0) == _NOT_INITIALIZED:
-            raise ValueError(
-                "this process was forked from one that had used CUDA, and has no CUDA of its own: "
-                "start it with spawn, or fork before the first use of CUDA; or use device='cpu'"
-            ) from None
+        _refuse_fork(error)
         return f"CUDA does not work here ({error}): look at the driver with nvidia-smi"
     return None if count else "there is no GPU"
+
+
+def _refuse_fork(error: Any) -> None:
+    """Say so, if it is the fork that made this process which keeps CUDA from working.
+
+    Raises:
+        ValueError: it is, and so "auto" must not take a CPU for it.
+    """
+    if was_forked() and getattr(error, "status", 0) == _NOT_INITIALIZED:
+        raise ValueError(
+            "this process was forked from one that had used CUDA, and has no CUDA of its own: "
+            "start it with spawn, or fork before the first use of CUDA; or use device='cpu'"
+        ) from None

@@ -172,22 +172,26 @@ def test_the_gpu_allocator_of_a_parent_is_refused_before_any_call_of_cuda() -> N
 
 
 @needs_fork
+@pytest.mark.parametrize("first", ["getDeviceCount", "getDevice", "deviceSynchronize"])
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
-def test_a_child_whose_parent_used_cuda_gets_no_cpu_for_it(device: str) -> None:
-    """CUDA says that it is not initialized: "auto" must not make a CPU of that."""
+def test_a_child_whose_parent_used_cuda_gets_no_cpu_for_it(device: str, first: str) -> None:
+    """CUDA says that it is not initialized, at whichever call: that is no missing GPU."""
     with stand_in():
         runtime = sys.modules["cupy.cuda.runtime"]
 
-        def broken() -> int:
+        def broken(*_: Any) -> int:
             error = runtime.CUDARuntimeError("cudaErrorInitializationError")
             error.status = 3
             raise error
 
         def use() -> str:
-            runtime.getDeviceCount = broken
+            setattr(runtime, first, broken)
             return sgalloc.KVAllocator(40, 4, 4, 80, device=device).device
 
         said = in_child(use)
+        if (device, first) == ("cuda:0", "getDevice"):
+            assert said == "cuda:0", "it is not asked"
+            return
         assert said.startswith("ValueError: ") and "spawn" in said and "forked" in said
 
 
