@@ -20,7 +20,6 @@ from sgalloc.trust.records import (
     REFUSED,
     SETTLED,
     Cursor,
-    JournalError,
     Reader,
     Record,
     unpacked_bits,
@@ -284,6 +283,3 @@ def _listed(value: Any) -> str:
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-__all__ = ["JournalError", "Step", "Trace"]
