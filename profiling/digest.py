@@ -10,8 +10,8 @@ import click
 import numpy as np
 
 import sgalloc
-from profiling.harness import Effort, Key, Side, Step, alternate, summarize
-from profiling.machine import Watch, environment, slug
+from sgalloc.bench.harness import Effort, Key, Side, Step, alternate, summarize
+from sgalloc.bench.machine import Watch, environment, slug
 
 PAGE, RESERVE, CACHED, PROMPT = 64, 16, 512, 1024
 PLAIN, KEPT, ANEW, COPY = "no digest", "kept up", "read anew", "compared with a copy"

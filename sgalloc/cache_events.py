@@ -98,6 +98,7 @@ class CacheEvents:
         self._limit = whole_number(limit, "limit", 1, _MOST)
         prefix = alloc.prefix  # says what to do where there is none
         self._tree: RadixTree = core.tree
+        self._owner = core.owner
         if self._tree in _FOLLOWED:
             raise WrongState("this prefix cache is followed already: close() that first")
         self._tokens = tokens
@@ -119,7 +120,12 @@ class CacheEvents:
         _FOLLOWED.add(self._tree)
 
     def drain(self) -> list[CacheEvent]:
-        """What happened since the last call, in order; removals that follow each other are one."""
+        """What happened since the last call, in order; removals that follow each other are one.
+
+        Raises:
+            WrongState: a thread that does not own the allocator asks.
+        """
+        self._owner.check()
         events: list[CacheEvent] = []
         waiting, self._waiting = self._waiting, []
         if self._anew:

@@ -16,7 +16,8 @@ from trust.walk import CONFIGS, Walk, make
 
 import sgalloc
 from profiling import digest as benchmark
-from profiling.harness import Effort
+from sgalloc.bench.harness import Effort
+from sgalloc.cache_events import follow
 from sgalloc.prefix import RadixTree
 from sgalloc.trust.cached import Cached
 from sgalloc.trust.following import follow_tree
@@ -229,6 +230,23 @@ def test_it_goes_with_a_journal_and_after_a_restore(tmp_path: Path) -> None:
         assert kept(again) == kept(noted) == again.digest()
     noted.close_journal()
     assert state(rerun(tmp_path / "one").alloc) == state(noted)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_it_stays_beside_who_follows_the_cache(first: bool) -> None:
+    """Cache events are wrapped around the same tree, and go again, before or behind."""
+    walk = Walk(make("window, map, prefix"), 12)
+    if first:
+        events = follow(walk.alloc)
+    assert kept(walk.alloc) == walk.alloc.digest()
+    if not first:
+        events = follow(walk.alloc)
+    for step in range(120):
+        if step == 60:
+            assert events.drain()
+            events.close()
+        said = walk.step()
+        assert kept(walk.alloc) == walk.alloc.digest(), said
 
 
 def test_who_never_asks_pays_nothing() -> None:

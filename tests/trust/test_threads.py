@@ -20,6 +20,7 @@ from trust.journal_support import busy, positions, state
 from trust.walk import CONFIGS, Walk, make
 
 import sgalloc
+from sgalloc.cache_events import follow
 from sgalloc.holdings import _group_stats
 from sgalloc.speculative import dflash, eagle
 from sgalloc.trust.rerun import rerun
@@ -85,6 +86,7 @@ def every_call(alloc: Any) -> dict[str, Callable[[], Any]]:
         for name in ("prepare", "enter", "given", "entering", "open_with", "drop", "unlocked_by",
                      "shorten", "check_trim", "twins"):  # fmt: skip
             del found[f"prefix.{name}"]  # the allocator's own, behind its verbs
+        found["events.drain"] = follow(alloc).drain
     tables = alloc.page_tables(4, 4)
     batch = alloc.batch(alloc.open(1))
     return found | {
