@@ -6,9 +6,9 @@ import struct
 from typing import Any
 
 from sgalloc.prefix import Node, RadixTree
-from sgalloc.trust.sums import MASK, Uses, run, salt, word
+from sgalloc.trust.sums import MASK, Tokens, Uses, word
 
-_TOKENS = salt("tree.tokens")
+_tokens = Tokens("tree.tokens")
 _NODE = struct.Struct("<QQQqqq")
 # Nodes that may be noted for each that is known, before it is cheaper to look at all.
 _MOST_NOTED = 2
@@ -109,7 +109,7 @@ class Cached:
             assert node.parent is not None
             start = node.start
             seen.arrays = arrays
-            seen.path = self.path(node.parent) + run(_TOKENS, node.tokens, start * self._page_size)
+            seen.path = self.path(node.parent) + _tokens(node.tokens, start * self._page_size)
             seen.path &= MASK
             sides = b"" if node.sides is None else node.sides.astype("<i4").tobytes()
             seen.said = word(node.pages.astype("<i4").tobytes() + sides)

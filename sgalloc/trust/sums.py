@@ -66,6 +66,28 @@ def run(named: np.uint64, values: NDArray[Any], first: int = 0) -> int:
     return total(named, np.arange(first, first + values.size), values)
 
 
+class Tokens:
+    """Sums over token ids at their places in a prompt; longer ones take fewer steps than `run`."""
+
+    def __init__(self, name: str) -> None:
+        self._salt = salt(name)
+        self._weights = np.zeros(0, np.uint64)
+
+    def __call__(self, tokens: Int64, first: int) -> int:
+        """The sum over ``tokens``, of which the first is number ``first`` of its prompt."""
+        end = first + tokens.size
+        if end > self._weights.size:
+            places = np.arange(max(end, 2 * self._weights.size))
+            self._weights = hashes(self._salt, places, np.zeros_like(places))
+        found = 0
+        for at in range(0, tokens.size, _AT_ONCE):
+            mixed = tokens[at : at + _AT_ONCE].view(np.uint64) * _VALUE
+            mixed ^= mixed >> np.uint64(32)
+            mixed *= self._weights[first + at : first + at + mixed.size]
+            found += int(mixed.sum(dtype=np.uint64))
+        return found & MASK
+
+
 class Table:
     """The sum over some numbers of every row, all looked at each time; a zero counts nothing.
 

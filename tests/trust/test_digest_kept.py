@@ -22,7 +22,19 @@ from sgalloc.prefix import RadixTree
 from sgalloc.trust.cached import Cached
 from sgalloc.trust.following import follow_tree
 from sgalloc.trust.rerun import rerun
-from sgalloc.trust.sums import Holders, Lists, Rows, Stack, Table, Uses, hashes, run, salt, total
+from sgalloc.trust.sums import (
+    Holders,
+    Lists,
+    Rows,
+    Stack,
+    Table,
+    Tokens,
+    Uses,
+    hashes,
+    run,
+    salt,
+    total,
+)
 
 
 def kept(alloc: Any) -> str:
@@ -290,6 +302,22 @@ def test_hashes_tell_places_values_and_arrays_apart() -> None:
     assert total(salt("a"), order, some[order]) == run(salt("a"), some)
     assert run(salt("a"), some[::-1].copy()) != run(salt("a"), some)
     assert run(salt("a"), some[:0]) == 0
+
+
+def test_paths_are_sums_of_their_parts() -> None:
+    """A node that is split says together what it said alone; other tokens or places say else."""
+    path, tokens = Tokens("p"), np.random.default_rng(5).integers(0, 1 << 17, 100_000)
+    whole = path(tokens, 7)
+    for at in (0, 1, 33_000, 99_999, 100_000):
+        parts = Tokens("p")(tokens[:at].copy(), 7) + path(tokens[at:].copy(), 7 + at)
+        assert parts % (1 << 64) == whole
+    seen = {whole, path(tokens, 8), path(tokens[::-1].copy(), 7), Tokens("q")(tokens, 7)}
+    for at in (0, 500, 99_999):
+        for other in (tokens[at] + 1, -tokens[at] - 1, tokens[at] + (1 << 40)):
+            changed = tokens.copy()
+            changed[at] = other
+            seen.add(path(changed, 7))
+    assert len(seen) == 13
 
 
 def test_tables_and_holders() -> None:
