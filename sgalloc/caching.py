@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sgalloc.device.unwritten import refuse_unwritten
+from sgalloc.device.write_log import write_and_note
 from sgalloc.errors import AllocError, InsideSharedPage, RowTooNarrow, StalePlan
 from sgalloc.groups import NO_PAGES
 from sgalloc.groups.window import Window
@@ -126,7 +127,7 @@ class PrefixCache(Unpicklable):
                 refuse_unwritten(self._device, rows, first, stop, self._ledger.row_pages, "")
             self._quarantine.settle()
             given_up = [self._given_up(*pair) for pair in zip(prepared, twins, strict=True)]
-            self._show(running, twins)
+            self._show("publish", running, twins)
             if self._side is not None and self._side.mapped:
                 self._quarantine.unmap(
                     concatenate([what.unmapped for what in given_up], np.int32), event
@@ -247,7 +248,7 @@ class PrefixCache(Unpicklable):
         if pages.size:
             nowhere = np.full(pages.size, -1, np.int64)
             write = SideWrite(nowhere, concatenate(ids, np.int32), pages)
-            self._device.rejoin(self._device.write(None, None, None, None, write))
+            write_and_note(self._device, "release", len(prepared), None, None, None, write)
         return concatenate(fresh, np.int32)
 
     def open_with(self, matches: Sequence[Match]) -> Int64:
@@ -276,7 +277,7 @@ class PrefixCache(Unpicklable):
             Twins(0, match.pages, beside, NO_PAGES)
             for match, beside in zip(matches, sides, strict=True)
         ]
-        self._show(rows.tolist(), shown)
+        self._show("open_with_prefix", rows.tolist(), shown)
         handles = ledger.open(len(matches))
         self.tree.tick()
         for row, match, node, beside in zip(rows.tolist(), matches, nodes, sides, strict=True):
@@ -403,8 +404,8 @@ class PrefixCache(Unpicklable):
             given_up = given_up._replace(nodes=[node])
         self._quarantine.give_back(given_up, event)
 
-    def _show(self, rows: list[int], twins: Sequence[Twins]) -> None:
-        """Write runs of cached pages into the tables of rows."""
+    def _show(self, what: str, rows: list[int], twins: Sequence[Twins]) -> None:
+        """Write runs of cached pages into the tables of rows, for the call ``what``."""
         count = np.array([run.pages.size for run in twins], np.int64)
         some = count > 0
         if not some.any():
@@ -426,7 +427,7 @@ class PrefixCache(Unpicklable):
                 ]
                 mains = np.where(np.concatenate(given) != 0, pages, 0).astype(np.int32)
             write = SideWrite(runs.where, sides, mains)
-        self._device.rejoin(self._device.write(runs, pages, None, None, write))
+        write_and_note(self._device, what, runs.rows.size, runs, pages, None, write)
 
     def _hold(self, row: int, node: Node | None) -> None:
         if node is not None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from sgalloc.core import Core, pages_of
 from sgalloc.device import Writer
+from sgalloc.device.write_log import LISTED
 from sgalloc.groups import NO_PAGES, clearing, joined
 from sgalloc.inputs import Int64
 from sgalloc.pages import CACHED, Int32
@@ -48,6 +49,7 @@ def apply(core: Core, plan: Plan, out: Any, after: Any, writer: Writer | None = 
             leaving = np.concatenate([victim.pages for victim in victims])
         ids = pool.peek(growth.total, leaving)
         plan.ready = device.write(growth, ids, gather, after)
+        _note(core, plan, None)
         if leaving is not None:
             core.evict(victims, leaving)
         pool.take(ids, growth.page_rows())
@@ -82,6 +84,8 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
         gone = leaving[ids.size :] if ids.size < leaving.size else NO_PAGES
         write = joined(write, clearing(gone)) if gone.size else write
     plan.ready = device.write(growth, ids if total else None, gather, after, write)
+    if growth is not None or write is not None:
+        _note(core, plan, write)
     if victims:
         core.evict(victims, leaving)
     if returning.size:
@@ -95,6 +99,25 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
     elif write is not None:
         # A frontier may have moved over shared pages alone: that ages plans, too.
         ledger.changed()
+
+
+def _note(core: Core, plan: Plan, side: SideWrite | None) -> None:
+    """Remember who wrote the tables, should an entry turn out to be wrong."""
+    log, committing, growth = core.device.log, plan.committing, plan.growth
+    log.note(
+        (
+            log.next(),
+            plan.rows.size,
+            None,
+            committing is not None,
+            committing is plan.rows,
+            plan.decoding is not None,
+            growth,
+            side,
+        )
+    )
+    if side is not None or (growth is not None and growth.total > LISTED):
+        log.shorten()
 
 
 class Written:

@@ -26,6 +26,7 @@ from sgalloc.pages import LOCKED, Int32, PagePool
 from sgalloc.plan import Gather, Plan
 from sgalloc.stats import GroupStats, RowStats, StagingStats, Stats
 from sgalloc.trust.digest import Tally, digest
+from sgalloc.trust.probe import Probe, check_tables
 from sgalloc.trust.snapshot import snapshot
 
 if TYPE_CHECKING:
@@ -436,14 +437,17 @@ class Holdings(Unpicklable):
         """Prove the row law and the partition law, in time linear in pages.
 
         Args:
-            device: compare the device table, too (this reads it back). Pages that a step of
+            device: prove the device's tables equal to the ledger, too: the device hashes them
+                behind all that was written, and this waits for it. Pages that a step of
                 `captured` has staged, and that no replay has written yet, are left out.
 
         Returns:
             The rows of which pages were left out, int32 ``(n,)``; none without such a step.
 
         Raises:
-            LawViolation: naming the page and both owners, or the entry.
+            LawViolation: naming the page and both owners; or the entry of the table, both values,
+                and the last plan that wrote it.
+            WrongState: ``device`` while a stream is being captured.
         """
         self._owner.check()
         core, device = self._core, flag(device, "device")
@@ -461,16 +465,23 @@ class Holdings(Unpicklable):
         laws.check_row_ids(core.ledger, core.quarantine, core.pins)
         laws.check_pins(core.ledger, core.pins)
         if device:
-            late = laws.check_table(core.ledger, core.device)
-            waiting = np.concatenate((core.quarantine.page_ids(), core.pins.page_ids()))
-            if window is not None:
-                window_laws.check_window_table(
-                    core.ledger, window, core.tree, waiting, core.device, late
-                )
-            if sparse is not None and not late.size:
-                sparse_laws.check_sparse_map(core.ledger, sparse, waiting, core.device)
-            return late
+            return check_tables(core)
         return np.empty(0, np.int32)
+
+    @counted
+    def probe(self, x: Any = None) -> Probe:
+        """Have the device's tables compared with the ledger, without waiting for the device.
+
+        One launch behind all that was written, which hashes the tables; the host works out in
+        the meantime what they should be. ``probe.done`` polls, ``probe.result()`` compares.
+
+        Args:
+            x: a batch, handles or a handle: their rows alone; all rows, and the map, if None.
+
+        Raises:
+            WrongState: a stream is being captured, or too many probes were not looked at.
+        """
+        return Probe(self._core, None if x is None else self._ledger.rows_of(x))
 
     def _window(self) -> Window:
         if not isinstance(self._core.side, Window):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -237,24 +239,24 @@ def check_pins(ledger: Ledger, pins: Pins) -> None:
         )
 
 
-def check_table(ledger: Ledger, device: Device) -> Int32:
-    """The row law on the device: every entry below A names the slot it should.
+def check_table(ledger: Ledger, device: Device, rows: Int64, unwritten: Int64) -> None:
+    """The row law on the device: every entry of ``rows`` below A names the slot it should.
 
-    Returns:
-        Rows of which pages were left out, since a staged step has yet to write them, int32.
+    Reads them back, one after the other.
+
+    Args:
+        ledger: what they should say.
+        device: which has them.
+        rows: int64 ``(n,)``; row 0 is all zeros.
+        unwritten: places that are left out, as `Device.unwritten` has them.
 
     Raises:
-        LawViolation: naming row, column and both values.
+        LawViolation: naming row, column, both values, and who wrote there last.
     """
     size = ledger.page_size
     offsets = np.arange(size, dtype=np.int32)
-    unwritten: Int64 | None = None
-    left_out = []
-    for row in [0, *ledger.live().tolist()]:
+    for row in rows.tolist():
         held = device.read_rows(np.array([row]))[0]
-        if unwritten is None:
-            # Asked behind the first read, which waits for every replay that is under way.
-            unwritten = device.unwritten()
         if row == 0:
             expected = np.zeros_like(held)
         else:
@@ -264,22 +266,64 @@ def check_table(ledger: Ledger, device: Device) -> Int32:
                 late = late[late < expected.size // size]
                 by_page = expected.reshape(-1, size)
                 by_page[late] = held[: expected.size].reshape(-1, size)[late]
-                left_out += [row] * bool(late.size)
-        compare_entries(f"req_to_token[{row}, ", held, expected)
-    return np.array(left_out, np.int32)
+        writer = partial(device.log.of_entry, row)
+        compare_entries(f"req_to_token[{row}, ", held, expected, size, writer)
 
 
-def compare_entries(name: str, held: Int32, expected: Int32) -> None:
-    """The first so many of ``held``, of what is called ``name``, are as ``expected``.
+def check_page_ids(ledger: Ledger, device: Device, rows: Int64) -> None:
+    """The page ids of ``rows`` on the device are those of the page lists.
 
     Raises:
-        LawViolation: naming the entry and both values.
+        LawViolation: as `check_table`.
+    """
+    for row in rows.tolist():
+        held = device.read_page_ids(np.array([row]))[0]
+        expected = ledger.page_list(row) if row else np.zeros_like(held)
+        writer = partial(device.log.of_entry, row)
+        compare_entries(f"page_table[{row}, ", held, expected, 1, writer)
+
+
+def check_map(name: str, size: int, beside: Int32, waiting: Int32, device: Device) -> None:
+    """The map, as the device has it: 0 but for pages with one of the second group ``beside``.
+
+    Args:
+        name: what it is called.
+        size: slots in a page.
+        beside: the page of the second group beside each of the main group, int32; 0 for none.
+        waiting: pages of the main group that are left out, int32.
+        device: which has it.
+
+    Raises:
+        LawViolation: naming the entry, both values, and who wrote there last.
+    """
+    found = device.read_map()
+    offsets = np.arange(size, dtype=np.int32)
+    expected = np.where(beside[:, None] != 0, beside[:, None] * size + offsets, 0)
+    expected[waiting] = found.reshape(-1, size)[waiting]
+    compare_entries(f"{name}[", found, expected.reshape(-1), size, device.log.of_map)
+
+
+def compare_entries(
+    name: str, held: Int32, expected: Int32, size: int, writer: Callable[[int], str]
+) -> None:
+    """The first so many of ``held``, of what is called ``name``, are as ``expected``.
+
+    Args:
+        name: with the bracket that its index follows.
+        held: int32.
+        expected: int32, no more of them.
+        size: entries of a page.
+        writer: says who wrote a page last, by its number.
+
+    Raises:
+        LawViolation: naming the entry, both values, and who wrote it last.
     """
     wrong = (held[: expected.size] != expected).nonzero()[0]
     if wrong.size:
         at = int(wrong[0])
         raise LawViolation(
-            f"{name}{at}] is {held[at]} on the device, but the ledger says {expected[at]}"
+            f"{name}{at}] is {held[at]} on the device, but the ledger says {expected[at]}; "
+            f"{writer(at // size)}"
         )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from sgalloc.device.write_log import write_and_note
 from sgalloc.events import is_done, pollable
 from sgalloc.groups import NO_PAGES, Side, clearing
 from sgalloc.inputs import Int64
@@ -86,7 +87,7 @@ class Quarantine:
     def unmap(self, pages: Int32, event: Any) -> None:
         """Clear the map for ``pages`` that go back at once, before anything else is changed."""
         if event is None and pages.size:
-            self._device.rejoin(self._device.write(None, None, None, None, clearing(pages)))
+            write_and_note(self._device, "giving back", 0, None, None, None, clearing(pages))
 
     def give_back(self, what: Returning, event: Any) -> None:
         """Free ``what``, which `unmap` was told of, now, or once ``event`` is done."""
@@ -117,7 +118,7 @@ class Quarantine:
         unmapped = [what.unmapped for what in coming if what.unmapped.size]
         if unmapped:
             write = clearing(np.concatenate(unmapped))
-            self._device.rejoin(self._device.write(None, None, None, None, write))
+            write_and_note(self._device, "settling", 0, None, None, None, write)
         self.entries = [entry for entry, ready in zip(self.entries, done, strict=True) if not ready]
         for what in coming:
             self._pool.return_waiting(what.ids)

@@ -9,6 +9,7 @@ import numpy as np
 from sgalloc.caching import PrefixCache, Prepared
 from sgalloc.core import Core
 from sgalloc.device.unwritten import refuse_unwritten
+from sgalloc.device.write_log import write_and_note
 from sgalloc.groups import NO_PAGES
 from sgalloc.groups.sparse import DevicePages
 from sgalloc.groups.window import Window
@@ -134,7 +135,7 @@ def evict_window(
     # the pages alone.
     behind = None if event is None else core.device.waitable(after)
     write = window.write(part, NO_PAGES)
-    core.device.rejoin(core.device.write(None, None, None, behind, write))
+    write_and_note(core.device, "evict_window", part.rows.size, None, None, behind, write)
     window.applied(part, NO_PAGES)
     core.ledger.changed()
     what = Returning(NO_PAGES, NO_ROWS, NO_ROWS, [], ids, owners)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from sgalloc.errors import LawViolation
 from sgalloc.groups.sparse import DevicePages
-from sgalloc.laws import compare_entries
-from sgalloc.ledger import Ledger
+from sgalloc.ledger import Ledger, spread
 from sgalloc.pages import Int32
-
-if TYPE_CHECKING:
-    from sgalloc.device import Device
 
 
 def check_sparse(ledger: Ledger, group: DevicePages) -> None:
@@ -50,20 +44,18 @@ def check_sparse(ledger: Ledger, group: DevicePages) -> None:
             )
 
 
-def check_sparse_map(ledger: Ledger, group: DevicePages, waiting: Int32, device: Device) -> None:
-    """The map, as the device has it: 0 but for what the ledger says is resident.
+def device_pages_of(ledger: Ledger, group: DevicePages, main_pages: int) -> Int32:
+    """What the map should say: the device page of each logical page, 0 where none is mapped.
 
-    Pages in ``waiting``, of closed rows, keep their place until they come back.
-
-    Raises:
-        LawViolation: naming the entry and both values.
+    Returns:
+        int32 ``(main_pages + 1,)``.
     """
-    size = ledger.page_size
-    found = device.read_map()
-    beside = np.zeros(found.size // size, np.int32)
-    for row in ledger.live().tolist():
-        beside[ledger.page_list(row)] = group.mapped_pages(row)
-    offsets = np.arange(size, dtype=np.int32)
-    expected = np.where(beside[:, None] != 0, beside[:, None] * size + offsets, 0)
-    expected[waiting] = found.reshape(-1, size)[waiting]
-    compare_entries("logical_to_device[", found, expected.reshape(-1))
+    beside = np.zeros(main_pages + 1, np.int32)
+    rows = ledger.live()
+    first, stop = group.first.take(rows), group.stop.take(rows)
+    base, count = rows * ledger.per_row, stop - first
+    # Of a long row only the page behind the buffer is mapped, whatever the number.
+    begin = np.where(group.is_long.take(rows), group.buffer, first)
+    ids = group.pages_flat.take(spread(base + begin, count))
+    beside[ledger.pages_flat.take(spread(base + first, count))] = ids
+    return beside

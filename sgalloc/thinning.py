@@ -6,6 +6,7 @@ from typing import Any
 
 from sgalloc.core import Core
 from sgalloc.device.unwritten import refuse_unwritten
+from sgalloc.device.write_log import write_and_note
 from sgalloc.errors import OutOfPages
 from sgalloc.groups import NO_PAGES
 from sgalloc.groups.sparse import DevicePages
@@ -38,7 +39,7 @@ def to_sparse(core: Core, group: DevicePages, rows: Int64, after: Any) -> None:
         # An event that no stream can wait for holds back the pages alone: the row's own reads
         # of what leaves the map are over once its KV is copied out.
         behind = None if event is None else core.device.waitable(after)
-        core.device.rejoin(core.device.write(None, None, None, behind, write))
+        write_and_note(core.device, "to_sparse", rows.size, None, None, behind, write)
     what = Returning(NO_PAGES, NO_ROWS, NO_ROWS, [], thin.ids, thin.owners)
     core.quarantine.give_back(what, event)
     pool.take(ids, group.thinners(thin))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sgalloc.errors import LawViolation
 from sgalloc.groups.window import Window
+from sgalloc.inputs import Int64
 from sgalloc.laws import compare_entries
-from sgalloc.ledger import Ledger
+from sgalloc.ledger import Ledger, spread
 from sgalloc.pages import Int32
 from sgalloc.prefix import RadixTree
 
@@ -60,28 +62,15 @@ def check_window(ledger: Ledger, window: Window, tree: RadixTree | None) -> None
                 )
 
 
-def check_window_table(
-    ledger: Ledger,
-    window: Window,
-    tree: RadixTree | None,
-    waiting: Int32,
-    device: Device,
-    late: Int32,
-) -> None:
-    """The window's table, 0 below each frontier, and the map, as the device has them.
-
-    Pages in ``waiting``, of closed rows, keep their place in the map until they come back. Rows
-    in ``late``, which staged steps have yet to write, are left out, and with them the map.
+def check_window_table(ledger: Ledger, window: Window, device: Device, rows: Int64) -> None:
+    """The window's table, 0 below the frontier of each of ``rows``, as the device has it.
 
     Raises:
-        LawViolation: naming the entry and both values.
+        LawViolation: naming the entry, both values, and who wrote there last.
     """
     size = ledger.page_size
     offsets = np.arange(size, dtype=np.int32)
-    skipped = set(late.tolist())
-    for row in [0, *ledger.live().tolist()]:
-        if row in skipped:
-            continue
+    for row in rows.tolist():
         held = device.read_side_rows(np.array([row]))[0]
         if row == 0:
             expected = np.zeros_like(held)
@@ -90,19 +79,25 @@ def check_window_table(
             ids = window.pages[row, first:stop]
             slots = (ids[:, None] * size + offsets).reshape(-1)
             expected = np.concatenate((np.zeros(first * size, np.int32), slots))
-        compare_entries(f"window_table[{row}, ", held, expected)
-    if not window.mapped or skipped:
-        return
-    found = device.read_map()
-    beside = np.zeros(found.size // size, np.int32)
-    for row in ledger.live().tolist():
-        own = max(int(ledger.shared[row]), int(window.first[row]))
-        stop = int(window.stop[row])
-        if stop > own:
-            beside[ledger.pages[row, own:stop]] = window.pages[row, own:stop]
+        writer = partial(device.log.of_side_entry, row * ledger.row_pages)
+        compare_entries(f"window_table[{row}, ", held, expected, size, writer)
+
+
+def window_pages_of(
+    ledger: Ledger, window: Window, tree: RadixTree | None, main_pages: int
+) -> Int32:
+    """What the map should say: the window page beside each page of the main group, 0 for none.
+
+    Returns:
+        int32 ``(main_pages + 1,)``.
+    """
+    beside = np.zeros(main_pages + 1, np.int32)
+    rows = ledger.live()
+    own = np.maximum(ledger.shared.take(rows), window.first.take(rows))
+    count = np.maximum(window.stop.take(rows) - own, 0)
+    places = spread(rows * ledger.per_row + own, count)
+    beside[ledger.pages_flat.take(places)] = window.pages_flat.take(places)
     for node in tree.nodes() if tree is not None else []:
         if node.sides is not None:
             beside[node.pages] = node.sides
-    expected = np.where(beside[:, None] != 0, beside[:, None] * size + offsets, 0)
-    expected[waiting] = found.reshape(-1, size)[waiting]
-    compare_entries("full_to_window[", found, expected.reshape(-1))
+    return beside

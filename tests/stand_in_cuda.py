@@ -15,11 +15,13 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from row_digests import entries_digest
 
 _ROOMS = (
     "batched",
     "captured",
     "cuda",
+    "cuda_digest",
     "cuda_lengths",
     "layout",
     "order",
@@ -104,6 +106,8 @@ class Cuda:
                 _view(arguments[-1], 1, np.uint32)[:] += 1
             elif name == "export_pages":
                 _export(*arguments)
+            elif name == "row_digest":
+                _row_digest(*arguments)
             elif name == "fill_pages_alone":
                 _fill(*arguments)
             else:
@@ -117,9 +121,13 @@ def _view(pointer: int, count: int, dtype: Any) -> Any:
     return np.frombuffer((ctypes.c_uint8 * size).from_address(int(pointer)), dtype)
 
 
-def _write(slots: int, width: int, per_row: int, size: int, places: Any, ids: Any) -> None:
+def _write(
+    slots: int, pages: int, width: int, per_row: int, size: int, places: Any, ids: Any
+) -> None:
     if not len(ids):
         return
+    if pages:
+        _view(pages, places.max() + 1, np.int32)[places] = ids
     row, number = np.divmod(places, per_row)
     entries = (row * width + number * size)[:, None] + np.arange(size)
     table = _view(slots, entries.max() + 1, np.int32)
@@ -146,7 +154,7 @@ def _write_side(step: int, words: Any, width: int, per_row: int, size: int) -> N
 def _assign(
     name: str,
     slots: int,
-    _pages: int,
+    table: int,
     width: Any,
     per_row: Any,
     size: Any,
@@ -174,7 +182,7 @@ def _assign(
             assert _view(step + int(words[17]), len(tiles), np.int32).tolist() == tiles
     else:
         places = _view(step + places_at, pages, np.int64)
-    _write(slots, int(width), int(per_row), int(size), places, ids)
+    _write(slots, table, int(width), int(per_row), int(size), places, ids)
     if name == "assign_both_mapped":
         # The header is not read; ids behind the last are -1.
         at = [28800, 28800 + 8 * 1024, 28800 + 12 * 1024]
@@ -197,6 +205,17 @@ def _assign(
     found[new] = ids[(new_at[r] + ahead)[new]] * size + position[new] % size
     out = _view(words[6:8].view(np.int64)[0], total, np.int64 if wide else np.int32)
     out[:] = found
+
+
+def _row_digest(
+    slots: int, side_slots: int, mapped: int, pages: int, ranges: int, count: Any, digests: int
+) -> None:
+    asked = _view(ranges, count, [("start", np.int64), ("length", np.int32), ("array", np.int32)])
+    arrays = (slots, side_slots, mapped, pages)
+    _view(digests, count, np.uint64)[:] = [
+        entries_digest(_view(arrays[array] + 4 * start, length, np.int32))
+        for start, length, array in asked.tolist()
+    ]
 
 
 def _fill(
@@ -249,7 +268,7 @@ def _export(
 def _page_watermarks(
     tiles: int,
     slots: int,
-    _pages: int,
+    table: int,
     width: Any,
     per_row: Any,
     size: Any,
@@ -282,7 +301,7 @@ def _page_watermarks(
     within = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
     places = (row * np.int64(per_row) + first).repeat(count) + within
     taken_ids = _view(ids, count.sum(), np.int32)
-    _write(slots, int(width), int(per_row), int(size), places, taken_ids)
+    _write(slots, table, int(width), int(per_row), int(size), places, taken_ids)
 
 
 def _modules(state: Cuda) -> dict[str, Any]:

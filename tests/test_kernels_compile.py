@@ -25,7 +25,7 @@ WARNED = 'extern "C" __global__ void warned(int* out) { int unused; out[0] = 1; 
 each_architecture = pytest.mark.parametrize("sm", ARCHITECTURES)
 each_source = pytest.mark.parametrize("name", SOURCES)
 _INCLUDE = re.compile(r'#include "([^"]+)"')
-_KERNEL = re.compile(r'^extern "C" __global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(', re.M)
+_KERNEL = re.compile(r'^extern "C" __global__ void (?:__launch_bounds__\([\w, ]+\) )?(\w+)\(', re.M)
 
 
 def inlined(*names: str) -> list[str]:
@@ -104,6 +104,7 @@ def test_every_source_is_known_to_the_host() -> None:
         "replay_both",
         "page_watermarks",
         "export_pages",
+        "row_digest",
     }
 
 

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from sgalloc.device.cpu import CpuDevice
 from sgalloc.device.exported import Exported, SideTables
+from sgalloc.device.row_digest import Pending, Ranges
+from sgalloc.device.write_log import WriteLog
 from sgalloc.inputs import Int64, shown
 from sgalloc.ownership import was_forked
 from sgalloc.pages import Int32
@@ -50,6 +52,8 @@ class Device(Writer, Protocol):
     """Methods that a profiler sees, with the names of their ranges."""
     rounds_from: int
     """Requests from which the device rounds watermarks sooner than the host."""
+    log: WriteLog
+    """The last writes, noted by whoever asked for them."""
 
     @property
     def updates(self) -> Sequence[Any]:
@@ -138,11 +142,24 @@ class Device(Writer, Protocol):
         The current stream waits for it, whichever stream it was made on.
         """
 
+    def finish_replays(self) -> None:
+        """Wait for graphs of a caller's that may write the tables, on streams nobody named."""
+
+    def digest(self, ranges: Ranges) -> Pending:
+        """Hash ``ranges`` of the tables behind all that was written; the host goes on.
+
+        Raises:
+            WrongState: a stream is being captured, or too many digests were not looked at.
+        """
+
     def read_rows(self, rows: Int64) -> Int32:
         """A host copy of whole rows, for checks alone."""
 
     def read_side_rows(self, rows: Int64) -> Int32:
         """The same of the second group's table."""
+
+    def read_page_ids(self, rows: Int64) -> Int32:
+        """The same of `page_table`."""
 
     def read_map(self) -> Int32:
         """A host copy of the map, for checks alone."""

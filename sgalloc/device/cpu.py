@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from sgalloc.device.exported import Exported, SideTables
 from sgalloc.device.ready import DONE, Done
+from sgalloc.device.row_digest import Known, Ranges, digest
+from sgalloc.device.write_log import WriteLog
 from sgalloc.errors import WrongState
 from sgalloc.events import is_done
 from sgalloc.inputs import Int64, shown
@@ -35,6 +37,7 @@ class CpuDevice:
         side: SideTables | None = None,
     ) -> None:
         self.ranged: dict[str, str] = {}
+        self.log = WriteLog()
         rows = max_requests + 1
         self._row_width = row_width
         self._row_pages = row_width // page_size
@@ -220,6 +223,21 @@ class CpuDevice:
         """None: whatever is applied is written."""
         return NO_ROWS
 
+    def finish_replays(self) -> None:
+        """A CPU has no graphs."""
+
+    def digest(self, ranges: Ranges) -> Known:
+        """Hash ``ranges`` of the tables; done on return."""
+        tables = (self._table, self._side_table, self._side_map, self._page_table)
+        flat = [None if table is None else table.reshape(-1) for table in tables]
+        found = np.zeros(ranges.array.size, np.uint64)
+        columns = (column.tolist() for column in ranges)
+        for at, (array, start, length) in enumerate(zip(*columns, strict=True)):
+            entries = flat[array]
+            assert entries is not None
+            found[at] = digest(entries[start : start + length])
+        return Known(found, DONE)
+
     def read_rows(self, rows: Int64) -> Int32:
         """A copy of whole rows."""
         return self._table[rows]
@@ -228,6 +246,11 @@ class CpuDevice:
         """A copy of whole rows of the second group's table."""
         assert self._side_table is not None
         return self._side_table[rows]
+
+    def read_page_ids(self, rows: Int64) -> Int32:
+        """A copy of whole rows of page ids."""
+        assert self._page_table is not None
+        return self._page_table[rows]
 
     def read_map(self) -> Int32:
         """A copy of the map."""

@@ -12,6 +12,7 @@ from cupy.cuda import runtime
 
 from sgalloc.device.batched import Batched
 from sgalloc.device.captured import CapturedUpdate
+from sgalloc.device.cuda_digest import Digests
 from sgalloc.device.exported import SideTables
 from sgalloc.device.kernels import THREADS, Geometry, kernel
 from sgalloc.device.layout import (
@@ -30,9 +31,11 @@ from sgalloc.device.layout import (
 )
 from sgalloc.device.order import StreamOrder
 from sgalloc.device.ready import DONE, Done
+from sgalloc.device.row_digest import Pending, Ranges
 from sgalloc.device.scan import Scan
 from sgalloc.device.staging import HEADER_BYTES, Ring, Slot, Spare
 from sgalloc.device.streams import Handle, Ready, current_device, event_pointer, new_stream
+from sgalloc.device.write_log import WriteLog
 from sgalloc.errors import WrongState
 from sgalloc.inputs import Int64
 from sgalloc.ledger import concatenate
@@ -121,6 +124,8 @@ class CudaDevice(Batched):
         self._large_bytes = 0
         self._scan: Scan | None = None
         self._last: Ready | None = None
+        self._digests: Digests | None = None
+        self.log = WriteLog()
         self.updates: list[weakref.ref[CapturedUpdate]] = []
         self.launches = 0
         self.copies = 0
@@ -147,27 +152,43 @@ class CudaDevice(Batched):
         """From slots of the main group to those of the second, a CuPy array, int32, or None."""
         return self._side_map
 
+    def read_rows(self, rows: Int64) -> Int32:
+        """A host copy of whole rows, behind everything written so far; for checks alone."""
+        return self._read(self._table, rows)
+
     def read_side_rows(self, rows: Int64) -> Int32:
         """As `read_rows`, of the second group's table."""
-        assert self._side_table is not None
-        with cupy.cuda.Device(self.index):
-            runtime.deviceSynchronize()
-            copy: Int32 = cupy.asnumpy(self._side_table[cupy.asarray(rows)])
-            return copy
+        return self._read(self._side_table, rows)
+
+    def read_page_ids(self, rows: Int64) -> Int32:
+        """As `read_rows`, of `page_table`."""
+        return self._read(self._page_table, rows)
 
     def read_map(self) -> Int32:
         """A host copy of the map, behind everything written so far; for checks alone."""
+        return self._read(self._side_map, None)
+
+    def _read(self, array: Any, rows: Int64 | None) -> Int32:
         with cupy.cuda.Device(self.index):
             runtime.deviceSynchronize()
-            copy: Int32 = cupy.asnumpy(self._side_map)
+            copy: Int32 = cupy.asnumpy(array if rows is None else array[cupy.asarray(rows)])
             return copy
 
-    def read_rows(self, rows: Int64) -> Int32:
-        """A host copy of whole rows, behind everything written so far; for checks alone."""
-        with cupy.cuda.Device(self.index):
-            runtime.deviceSynchronize()
-            copy: Int32 = cupy.asnumpy(self._table[cupy.asarray(rows)])
-            return copy
+    # -- digests ---------------------------------------------------------------------------
+
+    def finish_replays(self) -> None:
+        """Wait for the GPU, if a launch was ever put into a graph. See `Device`."""
+        if self.updates or (self._spare is not None and self._spare.taken):
+            with current_device(self.index):
+                runtime.deviceSynchronize()
+
+    def digest(self, ranges: Ranges) -> Pending:
+        """Hash ``ranges`` behind all that was written; the host goes on. See `Device.digest`."""
+        if self._digests is None and not self.capturing():
+            self.warm()
+        if self._digests is None:
+            raise WrongState("call alloc.warm() before a probe, and probe outside of a capture")
+        return self._digests.launch(ranges)
 
     # -- set-up ----------------------------------------------------------------------------
 
@@ -184,7 +205,9 @@ class CudaDevice(Batched):
                 self._small = Ring(self._make_small, _SMALL_SLOTS, _SMALL_CAP, self._waits)
                 self._spare = Spare(self._make_small, _SPARE_SLOTS)
                 self._scan = Scan(self._max_requests)
+                self._digests = Digests(self, self._order, self._mapped_bytes == 0)
                 names = ["page_watermarks", "export_pages", "assign_pages", "replay_pages"]
+                names.append("row_digest")
                 names += _BOTH if self._side != NO_SIDE else []
                 for name in names:
                     kernel(name, self.index)

@@ -191,6 +191,11 @@ class Spare:
         self._slots = [make(False) for _ in range(count)]
         self._kept: list[Slot] = []
 
+    @property
+    def taken(self) -> int:
+        """Slots that launches under capture keep."""
+        return len(self._kept)
+
     def take(self, size: int) -> Slot:
         """A slot for good.
 

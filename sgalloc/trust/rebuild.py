@@ -207,9 +207,12 @@ def write_tables(core: Core) -> Any:
         none = np.zeros_like(some)
         runs = Segments(some, none, counts, int(counts.sum()), ledger.per_row)
         ids = ledger.page_range(some, none, counts)[1]
-        ready = core.device.write(runs, ids, None, None, _beside(core, some))
+        side = _beside(core, some)
+        ready = core.device.write(runs, ids, None, None, side)
+        core.device.log.called("restore", some.size, runs, side)
     for write in _cached_beside(core):
         ready = core.device.write(None, None, None, None, write)
+        core.device.log.called("restore", 0, None, write)
     return ready
 
 

@@ -37,7 +37,7 @@ ENVIRONMENT = {
 }
 TIMEOUT_S = 30.0
 _NO_ARRAY = 2**64 - 1
-_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(')
+_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([\w, ]+\) )?(\w+)\(')
 
 
 class LaunchFailed(AssertionError):
