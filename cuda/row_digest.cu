@@ -48,8 +48,8 @@ static __device__ __forceinline__ u64 share_of(const i32* entries, i32 count) {
     i32 thread = static_cast<i32>(threadIdx.x);
     i32 threads = static_cast<i32>(blockDim.x);
     i32 off = static_cast<i32>(reinterpret_cast<u64>(entries) / 4 % 4);
-    i32 head = min(count, (4 - off) % 4);
-    i32 quads = (count - head) / 4;
+    i32 head = (4 - off) % 4;        // before the first whole quad
+    i32 quads = (count - head) / 4;  // none where the range ends before
     const i32* next = entries + head + 4ll * thread;
     i64 stride = 4ll * threads;
     u64 stepped = static_cast<u64>(head + 4ll * thread + 1) * kStep;

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda_on_cpu.digests import Piece, hash_pieces
 from cuda_on_cpu.emulator import (
     CUDA,
+    Buffer,
     Emulator,
     HostWrite,
     LaunchFailed,
@@ -218,6 +220,27 @@ def side_battery(emulator: Emulator) -> None:
         assign(emulator, table, [], rng, side=(side, [SidePage(2, 5, 9, 3)]), grid=1, threads=32)
 
 
+def digest_battery(emulator: Emulator) -> None:
+    rng = np.random.default_rng(9)
+    for seed, lead in enumerate((0, 4, 8, 12)):
+        arrays = [
+            Buffer(rng.integers(-(2**31), 2**31, 1500 + 4 * n).astype(np.int32), lead=lead)
+            for n in range(4)
+        ]
+        pieces = [
+            Piece(array, start, length)
+            for array, start, length in (
+                (0, 0, 1500), (3, 1, 1400), (1, 5, 600), (2, 2, 6), (0, 7, 1), (1, 3, 2), (2, 0, 0),
+                (3, 40, 129),
+            )
+        ]  # fmt: skip
+        hash_pieces(emulator, arrays, pieces, grid=3, threads=64, seed=seed)
+        hash_pieces(emulator, arrays, pieces[::-1], grid=1, threads=32, seed=seed + 4)
+    far = 5_000_001 * 1008
+    table = Buffer(rng.integers(1, 2**31, 1100).astype(np.int32), bias=4 * far)
+    hash_pieces(emulator, [table, None, None, None], [Piece(0, far + 3, 1050)], threads=32)
+
+
 BATTERIES: dict[str, tuple[str, Battery]] = {
     "assign": ("assign_pages.cu", assign_battery),
     "mapped": ("assign_pages.cu", mapped_battery),
@@ -227,6 +250,7 @@ BATTERIES: dict[str, tuple[str, Battery]] = {
     "beside": ("assign_pages.cu", beside_battery),
     "scan": ("page_watermarks.cu", scan_battery),
     "export": ("export_pages.cu", export_battery),
+    "digest": ("row_digest.cu", digest_battery),
 }
 
 
@@ -269,6 +293,10 @@ def racing_battery(emulator: Emulator) -> None:
     lengths = np.array([0, 7, 12, 20, 0, 1, 16, 0], np.int32)
     rows = np.array([2, 0, 3, 7, 1, 4, 6, 5], np.int32)
     export(emulator, Table(8, 21, 4), rows, lengths, 5, rng, grid=3, resident=3, seed=2)
+    held = Buffer(np.arange(900, dtype=np.int32))
+    pieces = [Piece(0, at, 400) for at in range(0, 500, 70)]
+    how = {"grid": 3, "resident": 3, "threads": 64, "seed": 2}
+    hash_pieces(emulator, [held, None, None, None], pieces, **how)
     replays = Replays(Table(2, 80, 4), ring=2, stride=1024)
     for turn in range(2):
         growths = [Growth(turn, 0, 5)]

@@ -502,6 +502,66 @@ FAULTS: dict[str, Fault] = {
         "slots[static_cast<i64>(rows[r]) * row_width",
         "slots[static_cast<i64>(static_cast<u32>(rows[r] * row_width))",
     ),
+    "digest: weights that may be even": Fault("digest", "row_digest.cu", ") | 1;", ");"),
+    "digest: weights that are not mixed": Fault(
+        "digest", "row_digest.cu", "    stepped *= kMix;\n", ""
+    ),
+    "digest: entries with a sign": Fault(
+        "digest", "row_digest.cu", "static_cast<u32>(entry) *", "static_cast<u64>(entry) *"
+    ),
+    "digest: 16 bytes from anywhere": Fault("digest", "row_digest.cu", "(4 - off) % 4", "0"),
+    "digest: places counted from the first quad": Fault(
+        "digest", "row_digest.cu", "static_cast<u64>(head + 4ll", "static_cast<u64>(4ll"
+    ),
+    "digest: quads past the end": Fault(
+        "digest", "row_digest.cu", "left > (kAhead - 1) * threads;", "left > 0;"
+    ),
+    "digest: loaded ahead, and not counted": Fault(
+        "digest", "row_digest.cu", "        sum += weighted_four(three, stepped + 2 * far);\n", ""
+    ),
+    "digest: the same weights in each turn": Fault(
+        "digest", "row_digest.cu", "        stepped += kAhead * far;\n", ""
+    ),
+    "digest: the rest left out": Fault(
+        "digest", "row_digest.cu", "n < rest; n += threads", "n < 0; n += threads"
+    ),
+    "digest: the rest behind the head": Fault(
+        "digest", "row_digest.cu", "n < head ? n : n + 4 * quads", "n"
+    ),
+    "digest: half of each warp": Fault("digest", "row_digest.cu", "lanes = 16", "lanes = 8"),
+    "digest: without a carry": Fault(
+        "digest",
+        "row_digest.cu",
+        "sum += static_cast<u64>(other_high) << 32 | other_low;",
+        "sum = static_cast<u64>(high + other_high) << 32 | (low + other_low);",
+    ),
+    "digest: the first warp alone": Fault(
+        "digest", "row_digest.cu", "warp < static_cast<i32>(blockDim.x) / 32;", "warp < 1;"
+    ),
+    "digest: no barrier behind the range": Fault(
+        "digest",
+        "row_digest.cu",
+        "range = ranges[at];\n        __syncthreads();",
+        "range = ranges[at];",
+    ),
+    "digest: no barrier behind the sums": Fault(
+        "digest",
+        "row_digest.cu",
+        "sums[thread / 32] = sum;\n        __syncthreads();",
+        "sums[thread / 32] = sum;",
+    ),
+    "digest: a range for each block": Fault(
+        "digest", "row_digest.cu", "at += static_cast<i32>(gridDim.x)", "at += count"
+    ),
+    "digest: 32-bit entries": Fault(
+        "digest", "row_digest.cu", "array + range.start", "array + static_cast<u32>(range.start)"
+    ),
+    "digest: the map for the page ids": Fault(
+        "digest", "row_digest.cu", "range.array == 2 ? map", "range.array >= 2 ? map"
+    ),
+    "digest: the table for the second group's": Fault(
+        "digest", "row_digest.cu", "range.array == 1 ? side_slots", "range.array == 1 ? slots"
+    ),
 }
 # What the results do not show, or not each time.
 RACES: dict[str, Fault] = {
@@ -524,4 +584,9 @@ RACES: dict[str, Fault] = {
     "no barrier behind the offsets": FAULTS["no barrier behind the offsets"],
     "new slots read from the table": FAULTS["new slots read from the table"],
     "mapped: pages of the next tile": FAULTS["mapped: pages of the next tile"],
+    "digest: no barrier behind the range": FAULTS["digest: no barrier behind the range"],
+    "digest: no barrier behind the sums": FAULTS["digest: no barrier behind the sums"],
+    "digest: ranges that several blocks hash": Fault(
+        "race", "row_digest.cu", "at = static_cast<i32>(blockIdx.x)", "at = 0"
+    ),
 }
