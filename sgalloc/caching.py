@@ -248,7 +248,16 @@ class PrefixCache(Unpicklable):
         if pages.size:
             nowhere = np.full(pages.size, -1, np.int64)
             write = SideWrite(nowhere, concatenate(ids, np.int32), pages)
-            write_and_note(self._device, "release", len(prepared), None, None, None, write)
+            write_and_note(
+                self._device,
+                self._ledger.version,
+                "release",
+                len(prepared),
+                None,
+                None,
+                None,
+                write,
+            )
         return concatenate(fresh, np.int32)
 
     def open_with(self, matches: Sequence[Match]) -> Int64:
@@ -427,7 +436,9 @@ class PrefixCache(Unpicklable):
                 ]
                 mains = np.where(np.concatenate(given) != 0, pages, 0).astype(np.int32)
             write = SideWrite(runs.where, sides, mains)
-        write_and_note(self._device, what, runs.rows.size, runs, pages, None, write)
+        write_and_note(
+            self._device, self._ledger.version, what, runs.rows.size, runs, pages, None, write
+        )
 
     def _hold(self, row: int, node: Node | None) -> None:
         if node is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sgalloc.caching import PrefixCache
 from sgalloc.device import Device
+from sgalloc.device.write_log import WriteLog
 from sgalloc.errors import AllocError, OutOfPages
 from sgalloc.groups import Side
 from sgalloc.groups.window import Window
@@ -33,6 +34,8 @@ class Core(NamedTuple):
     side: Side | None
     pins: Pins
     owner: Owner
+    log: WriteLog
+    note: Callable[[tuple[Any, ...]], None]
 
     @classmethod
     def build(
@@ -52,7 +55,10 @@ class Core(NamedTuple):
         if tree is not None:
             window = side if isinstance(side, Window) else None
             prefix = PrefixCache(tree, ledger, pool, device, quarantine, count, owner, window)
-        return cls(ledger, pool, quarantine, device, tree, prefix, side, Pins(), owner)
+        log, pins = device.log, Pins()
+        return cls(
+            ledger, pool, quarantine, device, tree, prefix, side, pins, owner, log, log.note
+        )
 
     @property
     def evictable(self) -> int:

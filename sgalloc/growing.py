@@ -8,7 +8,7 @@ import numpy as np
 
 from sgalloc.core import Core, pages_of
 from sgalloc.device import Writer
-from sgalloc.device.write_log import LISTED
+from sgalloc.device.write_log import LISTED, note_plan
 from sgalloc.groups import NO_PAGES, clearing, joined
 from sgalloc.inputs import Int64
 from sgalloc.pages import CACHED, Int32
@@ -38,26 +38,30 @@ def apply(core: Core, plan: Plan, out: Any, after: Any, writer: Writer | None = 
         target = core.device.checked_out(out, size)
         gather = Gather(plan.rows, plan.start, plan.stop, size, target, plan.growing)
     growth, part = plan.growth, plan.side
+    committing, decoding = plan.committing, plan.decoding
     if part is not None and not (growth is None and part.idle):
         _apply_both(core, plan, gather, after, device)
     elif growth is None:
         plan.ready = device.write(None, None, gather, after)
     else:
         victims, leaving = [], None
-        if growth.total > pool.free:
-            victims = core.victims(growth.total)
+        total = growth.total
+        if total > pool.free:
+            victims = core.victims(total)
             leaving = np.concatenate([victim.pages for victim in victims])
-        ids = pool.peek(growth.total, leaving)
+        ids = pool.peek(total, leaving)
         plan.ready = device.write(growth, ids, gather, after)
-        _note(core, plan, None)
+        core.note((plan.version, plan.rows, committing, decoding, ids, None))
+        if total > LISTED:
+            core.log.noted_much()
         if leaving is not None:
             core.evict(victims, leaving)
         pool.take(ids, growth.page_rows())
         ledger.grow(growth.rows, growth.where, ids, plan.extents)
-    if plan.committing is not None:
-        ledger.commit_to(plan.committing, plan.stop[: plan.committing.size])
-    if plan.decoding is not None:
-        ledger.step(plan.decoding)
+    if committing is not None:
+        ledger.commit_to(committing, plan.stop[: committing.size])
+    if decoding is not None:
+        ledger.step(decoding)
     plan.fits = True
 
 
@@ -85,7 +89,7 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
         write = joined(write, clearing(gone)) if gone.size else write
     plan.ready = device.write(growth, ids if total else None, gather, after, write)
     if growth is not None or write is not None:
-        _note(core, plan, write)
+        note_plan(core.log, plan, ids, write)
     if victims:
         core.evict(victims, leaving)
     if returning.size:
@@ -99,25 +103,6 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
     elif write is not None:
         # A frontier may have moved over shared pages alone: that ages plans, too.
         ledger.changed()
-
-
-def _note(core: Core, plan: Plan, side: SideWrite | None) -> None:
-    """Remember who wrote the tables, should an entry turn out to be wrong."""
-    log, committing, growth = core.device.log, plan.committing, plan.growth
-    log.note(
-        (
-            log.next(),
-            plan.rows.size,
-            None,
-            committing is not None,
-            committing is plan.rows,
-            plan.decoding is not None,
-            growth,
-            side,
-        )
-    )
-    if side is not None or (growth is not None and growth.total > LISTED):
-        log.shorten()
 
 
 class Written:

@@ -117,6 +117,8 @@ class Plan(Unpicklable):
         extents: A afterwards of the rows that grow, tokens, int64, as ``growth.rows``.
         fits: whether the pages could be had when the plan was made.
         ready: once applied, an event that is done when the table is written.
+        version: of the ledger, when it was made; a check that finds an entry wrong calls it by
+            this number.
         side: what it does in the second group, or None where there is no such group.
     """
 

@@ -87,7 +87,16 @@ class Quarantine:
     def unmap(self, pages: Int32, event: Any) -> None:
         """Clear the map for ``pages`` that go back at once, before anything else is changed."""
         if event is None and pages.size:
-            write_and_note(self._device, "giving back", 0, None, None, None, clearing(pages))
+            write_and_note(
+                self._device,
+                self._ledger.version,
+                "giving back",
+                0,
+                None,
+                None,
+                None,
+                clearing(pages),
+            )
 
     def give_back(self, what: Returning, event: Any) -> None:
         """Free ``what``, which `unmap` was told of, now, or once ``event`` is done."""
@@ -118,7 +127,9 @@ class Quarantine:
         unmapped = [what.unmapped for what in coming if what.unmapped.size]
         if unmapped:
             write = clearing(np.concatenate(unmapped))
-            write_and_note(self._device, "settling", 0, None, None, None, write)
+            write_and_note(
+                self._device, self._ledger.version, "settling", 0, None, None, None, write
+            )
         self.entries = [entry for entry, ready in zip(self.entries, done, strict=True) if not ready]
         for what in coming:
             self._pool.return_waiting(what.ids)

@@ -135,7 +135,9 @@ def evict_window(
     # the pages alone.
     behind = None if event is None else core.device.waitable(after)
     write = window.write(part, NO_PAGES)
-    write_and_note(core.device, "evict_window", part.rows.size, None, None, behind, write)
+    write_and_note(
+        core.device, core.ledger.version, "evict_window", part.rows.size, None, None, behind, write
+    )
     window.applied(part, NO_PAGES)
     core.ledger.changed()
     what = Returning(NO_PAGES, NO_ROWS, NO_ROWS, [], ids, owners)

@@ -39,7 +39,9 @@ def to_sparse(core: Core, group: DevicePages, rows: Int64, after: Any) -> None:
         # An event that no stream can wait for holds back the pages alone: the row's own reads
         # of what leaves the map are over once its KV is copied out.
         behind = None if event is None else core.device.waitable(after)
-        write_and_note(core.device, "to_sparse", rows.size, None, None, behind, write)
+        write_and_note(
+            core.device, core.ledger.version, "to_sparse", rows.size, None, None, behind, write
+        )
     what = Returning(NO_PAGES, NO_ROWS, NO_ROWS, [], thin.ids, thin.owners)
     core.quarantine.give_back(what, event)
     pool.take(ids, group.thinners(thin))

@@ -4,146 +4,141 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from sgalloc.inputs import Int64
 from sgalloc.pages import Int32
-from sgalloc.plan import Segments, SideWrite
+from sgalloc.plan import Plan, Segments, SideWrite
 
 if TYPE_CHECKING:
     from sgalloc.device import Device
 
-KEPT = 64
-# A write of more pages is counted and not listed: its arrays would hold much memory.
+# So few that what is noted is written over while it is in the cache: 64 cost a step 0.1 µs more.
+KEPT = 16
+# Of a write of more pages only the number is kept: its arrays would hold much memory.
 LISTED = 4096
 
 
 class Step(NamedTuple):
-    """A write, as it is noted in a steady step: nothing is worked out before somebody asks.
+    """One write, in the words that a message needs.
 
     Attributes:
-        number: of the write, from 1.
-        requests: how many it was for.
-        what: the call that asked for it; None for a plan, which the next three tell of.
-        commits: whether the plan commits tokens.
-        commits_all: whether it does so for all its requests, by the very array of their rows.
-        decodes: whether it counts a decode step.
-        growth: pages of the main group; how many, where they are not listed; None for none.
-        side: the same of the second group.
+        number: the ledger's version before it, which a plan has as ``plan.version``.
+        what: the call that asked for it, or the kind of plan.
+        planned: whether it was a plan's.
+        requests: how many it was for; 0 where that says nothing.
+        ids: pages of the main group, int32; their number where they are not listed.
+        runs: where a call that was no plan's put them; None for a plan.
+        side: what was written of the second group, listed or not; None for nothing.
     """
 
     number: int
+    what: str
+    planned: bool
     requests: int
-    what: str | None
-    commits: bool
-    commits_all: bool
-    decodes: bool
-    growth: Segments | int | None
+    ids: Int32 | int
+    runs: Segments | None
     side: SideWrite | int | None
 
     @property
     def listed(self) -> bool:
-        """Whether it is known which places it wrote."""
-        return not isinstance(self.growth, int) and not isinstance(self.side, int)
+        """Whether it is known which pages it wrote."""
+        return not isinstance(self.ids, int) and not isinstance(self.side, int)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Pages of the main group, and of the second one."""
+        ids, side = self.ids, self.side
+        main = ids if isinstance(ids, int) else ids.size
+        return main, side.ids.size if isinstance(side, SideWrite) else side or 0
 
     def __str__(self) -> str:
-        of = f"of {self.requests} request{'' if self.requests == 1 else 's'}, "
-        of = of if self.requests else ""
-        pages, side = _pages(self.growth, self.side)
-        unlisted = "" if self.listed else ", which are not listed"
-        if self.what is not None:
-            return f"{self.what}, write {self.number} ({of}{pages or side} pages{unlisted})"
-        kind = "reserve"
-        if self.commits:
-            kind = "plan" if not self.commits_all else "decode" if self.decodes else "extend"
-        more = f" and {side} of the second group" if side else ""
-        return f"plan {self.number} ({kind} {of}{pages} new pages{more}{unlisted})"
+        main, side = self.counts
+        pages = f"{main or side:,} {'new ' * (self.planned and main > 0)}pages"
+        pages += f" and {side:,}" * (main > 0 and side > 0)
+        pages += " of the second group" * (side > 0) + ", too many to list" * (not self.listed)
+        of = f" of {self.requests:,} request{'s' * (self.requests != 1)}" if self.requests else ""
+        if self.planned:
+            return f"plan {self.number} ({self.what}{of}, {pages})"
+        return f"{self.what}{of} at version {self.number} ({pages})"
 
 
 class WriteLog:
     """The last `KEPT` writes into the tables of one device.
 
+    A steady step notes what it has at hand, and nothing is worked out before somebody asks: of a
+    plan ``(version, rows, committing, decoding, ids, side)``, of another call ``(version, what,
+    requests, runs, ids, side)``.
+
     Attributes:
-        note: takes a tuple of the fields of a `Step`.
-        next: the number of the next write.
+        note: takes such a tuple.
     """
 
-    __slots__ = ("_kept", "next", "note")
+    __slots__ = ("_kept", "note")
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Any, ...]] = deque(maxlen=KEPT)
         self.note = self._kept.append
-        self.next = count(1).__next__
 
-    @property
-    def number(self) -> int:
-        """The number of the last write; 0 before the first."""
-        return self._kept[-1][0] if self._kept else 0
+    def noted_much(self) -> None:
+        """Keep only the number of pages of the last write, if these are many."""
+        ids, side = self._kept[-1][4:]
+        main, beside = _step(self._kept[-1]).counts
+        if main + beside > LISTED:
+            short = None if side is None else beside
+            self._kept[-1] = (*self._kept[-1][:4], 0 if ids is None else main, short)
 
-    def called(
-        self, what: str, requests: int, growth: Segments | None, side: SideWrite | None
-    ) -> None:
-        """Note a write that is no plan's."""
-        self.note((self.next(), requests, what, False, False, False, growth, side))
-        self.shorten()
+    def since(self, version: int) -> int:
+        """Writes since the ledger had ``version``; as many as are kept, where it may be more."""
+        return sum(noted[0] >= version for noted in self._kept)
 
-    def shorten(self) -> None:
-        """Keep no list of the last write if that was a large one."""
-        last = Step(*self._kept[-1])
-        if sum(_pages(last.growth, last.side)) > LISTED:
-            pages, side = _pages(last.growth, last.side)
-            self._kept[-1] = tuple(last._replace(growth=pages, side=side))
-
-    def of_entry(self, row: int, page: int) -> str:
-        """Who wrote page number ``page`` of ``row`` into the table last, in words."""
+    def of_entry(self, row: int, pages: Int32, number: int) -> str:
+        """Who wrote page ``number`` of ``row``, whose page list is ``pages``, last, in words."""
+        page = int(pages[number])
 
         def wrote(step: Step) -> bool:
-            runs = step.growth
-            if not isinstance(runs, Segments):
-                return False
-            ahead = page - runs.first
-            return bool(((runs.rows == row) & (ahead >= 0) & (ahead < runs.count)).any())
+            if step.runs is None:
+                # A page that the pool has handed out is written into one row at once.
+                return bool((step.ids == page).any())  # type: ignore[union-attr]
+            ahead = number - step.runs.first
+            here = (step.runs.rows == row) & (ahead >= 0) & (ahead < step.runs.count)
+            return bool(here.any())
 
         return self._last(wrote)
 
-    def of_side_entry(self, base: int, page: int) -> str:
+    def of_side_entry(self, base: int, number: int) -> str:
         """The same of the second group's table; ``base`` is where the row's places begin."""
-        return self._last(lambda step: _among(step.side, "places", base + page))
+        return self._last(lambda step: _among(step.side, "places", base + number))
 
     def of_map(self, page: int) -> str:
         """The same of what the map says of ``page``, of the main group."""
-        # 0 among these pages leaves the map alone.
+        # Among the pages of a write, 0 stands for one that leaves the map alone.
         return self._last(lambda step: page > 0 and _among(step.side, "mains", page))
 
     def _last(self, wrote: Callable[[Step], bool]) -> str:
         # Whoever wrote so much that it is not listed may have written this, too.
-        may: list[Step] = []
-        for noted in reversed(self._kept):
-            step = Step(*noted)
+        may: list[tuple[int, Step]] = []
+        for ago, noted in enumerate(reversed(self._kept)):
+            step = _step(noted)
             if not step.listed or wrote(step):
-                may.append(step)
+                may.append((ago, step))
                 if step.listed:
                     break
-        surely = bool(may) and may[-1].listed
-        if not may:
-            return self._before("written", "no plan has written it")
-        ago = self.number - may[0].number
-        when = f"{ago} write{'' if ago == 1 else 's'} ago" if ago else "the last write so far"
-        told = f"last written by {may[0]}, {when}"
-        told += "".join(f", or by {step}" for step in may[1:])
-        return told if surely else f"{told}, or {self._before('', 'by none')}"
-
-    def _before(self, verb: str, none: str) -> str:
-        if self.number <= KEPT:
-            return none
-        return f"{verb} before the last {KEPT} plans".strip()
+        told = ", or ".join(f"by {step}, {_ago(ago)}" for ago, step in may)
+        if may and may[-1][1].listed:
+            return f"last written {told}"
+        before = f"before the last {KEPT} plans" if len(self._kept) == KEPT else "by no plan"
+        return f"last written {told}, or {before}" if may else f"written {before}"
 
 
 def write_and_note(
     device: Device,
+    version: int,
     what: str,
     requests: int,
-    pages: Segments | None,
+    runs: Segments | None,
     ids: Int32 | None,
     after: Any,
     side: SideWrite | None,
@@ -152,18 +147,60 @@ def write_and_note(
 
     Args:
         device: which writes.
+        version: of the ledger.
         what: the call that asks for it.
         requests: how many it is for.
-        pages, ids, after, side: as `Device.write`.
+        runs, ids, after, side: as `Device.write`.
     """
-    device.rejoin(device.write(pages, ids, None, after, side))
-    device.log.called(what, requests, pages, side)
+    device.rejoin(device.write(runs, ids, None, after, side))
+    note_call(device.log, version, what, requests, runs, ids, side)
 
 
-def _pages(growth: Segments | int | None, side: SideWrite | int | None) -> tuple[int, int]:
-    main = growth.total if isinstance(growth, Segments) else growth or 0
-    return main, side.ids.size if isinstance(side, SideWrite) else side or 0
+def note_call(
+    log: WriteLog,
+    version: int,
+    what: str,
+    requests: int,
+    runs: Segments | None,
+    ids: Int32 | None,
+    side: SideWrite | None,
+) -> None:
+    """Note a write that is no plan's. See `write_and_note`."""
+    log.note((version, what, requests, runs, ids, side))
+    log.noted_much()
+
+
+def note_plan(log: WriteLog, plan: Plan, ids: Int32, side: SideWrite | None) -> None:
+    """Note the write of a plan that has a part in the second group, or many pages."""
+    log.note((plan.version, plan.rows, plan.committing, plan.decoding, ids, side))
+    log.noted_much()
+
+
+def _step(noted: tuple[Any, ...]) -> Step:
+    number, who = noted[:2]
+    ids, side = noted[4:]
+    if ids is None:
+        ids = _NONE
+    if isinstance(who, str):
+        return Step(number, who, False, noted[2], ids, noted[3], side)
+    rows: Int64 = who
+    committing, decoding = noted[2:4]
+    commits = 0 if committing is None else committing.size
+    decodes = 0 if decoding is None else decoding.size
+    what = "reserve"
+    if 0 < commits < rows.size or 0 < decodes < commits:
+        what = "mixed plan"
+    elif commits:
+        what = "decode" if decodes else "extend"
+    return Step(number, what, True, rows.size, ids, None, side)
+
+
+def _ago(ago: int) -> str:
+    return f"{ago} write{'s' * (ago != 1)} ago" if ago else "the last write so far"
 
 
 def _among(side: SideWrite | int | None, column: str, value: int) -> bool:
     return isinstance(side, SideWrite) and bool((getattr(side, column) == value).any())
+
+
+_NONE: Int32 = np.empty(0, np.int32)

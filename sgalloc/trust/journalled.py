@@ -104,6 +104,7 @@ class Journalled:
         alloc._apply_through = self._noted(VERBS["apply"], _returning_plan(alloc._apply_through))
         alloc.plan = self._remembering(alloc.plan)
         alloc.check = self._explaining(alloc.check)
+        alloc.probe = self._explaining_later(alloc.probe)
         quarantine: Any = core.quarantine
         quarantine.pending = self._polling(quarantine.pending)
         quarantine.settle = self._settling(quarantine.settle)
@@ -236,6 +237,15 @@ class Journalled:
                 self.log.flush()
                 violation.args = (f"{violation}{self._history(str(violation))}",)
                 raise
+
+        return call
+
+    def _explaining_later(self, probe: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(probe)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made = probe(*args, **kwargs)
+            made.result = self._explaining(made.result)
+            return made
 
         return call
 

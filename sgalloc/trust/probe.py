@@ -44,7 +44,7 @@ class Probe:
         self._core = core
         self._claims = claims_of(core, looked_at, rows is None and not late.size)
         self._handles = ledger.handle.take(self._claims.subject, mode="clip")
-        self._written = core.device.log.number
+        self._version = ledger.version
         self._pending = core.device.digest(self._claims.ranges)
         self._problem: str | None = None
         self._known = False
@@ -101,12 +101,11 @@ class Probe:
         return not of_map and bool(self._core.ledger.handle[row] != self._handles[at])
 
     def _then(self, at: int, now: str) -> str:
-        claims, device = self._claims, self._core.device
-        name = name_of(device, int(claims.ranges.array[at]), int(claims.subject[at]))
-        since = device.log.number - self._written
+        claims, core = self._claims, self._core
+        name = name_of(core.device, int(claims.ranges.array[at]), int(claims.subject[at]))
         return (
-            f"{name} differed from the ledger when it was probed, behind write {self._written}, "
-            f"{since} writes ago; {now}"
+            f"{name} differed from the ledger when it was probed, at version {self._version}, "
+            f"{core.log.since(self._version)} writes ago; {now}"
         )
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from sgalloc.core import Core
 from sgalloc.device.ready import DONE
+from sgalloc.device.write_log import note_call
 from sgalloc.errors import SnapshotError
 from sgalloc.groups import NO_PAGES
 from sgalloc.groups.sparse import DevicePages
@@ -209,10 +210,10 @@ def write_tables(core: Core) -> Any:
         ids = ledger.page_range(some, none, counts)[1]
         side = _beside(core, some)
         ready = core.device.write(runs, ids, None, None, side)
-        core.device.log.called("restore", some.size, runs, side)
+        note_call(core.log, ledger.version, "restore", some.size, runs, ids, side)
     for write in _cached_beside(core):
         ready = core.device.write(None, None, None, None, write)
-        core.device.log.called("restore", 0, None, write)
+        note_call(core.log, ledger.version, "restore", 0, None, None, write)
     return ready
 
 
