@@ -12,7 +12,7 @@ from cupy.cuda import runtime
 
 from sgalloc.device.batched import Batched
 from sgalloc.device.captured import CapturedUpdate
-from sgalloc.device.cuda_digest import Digests
+from sgalloc.device.cuda_digest import Digests, captured
 from sgalloc.device.exported import SideTables
 from sgalloc.device.kernels import THREADS, Geometry, kernel
 from sgalloc.device.layout import (
@@ -184,10 +184,11 @@ class CudaDevice(Batched):
 
     def digest(self, ranges: Ranges) -> Pending:
         """Hash ``ranges`` behind all that was written; the host goes on. See `Device.digest`."""
-        if self._digests is None and not self.capturing():
-            self.warm()
         if self._digests is None:
-            raise WrongState("call alloc.warm() before a probe, and probe outside of a capture")
+            if self.capturing():
+                raise captured()
+            self.warm()
+        assert self._digests is not None
         return self._digests.launch(ranges)
 
     # -- set-up ----------------------------------------------------------------------------

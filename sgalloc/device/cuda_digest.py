@@ -144,17 +144,18 @@ class Digests:
             return Known(np.empty(0, np.uint64), DONE)
         with current_device(self._index):
             if self._order.capturing():
-                raise _captured()
+                raise captured()
             slot = self._take(count)
             stream, _, quiet = self._order.enter(None)
             if quiet:
                 self._order.come_back()
-                raise _captured()
+                raise captured()
             for name in ("start", "length", "array"):
                 column: Int64 = getattr(ranges, name)
                 slot.ranges[name][:count] = column
             slot.launch(self._arrays, count, stream, self._index)
             self._device.launches += 1
+            self._device.copies += 2 * self._copied
             # Whoever writes next, on whatever stream, comes behind this reader.
             self._order.leave(stream, slot.ready.ptr)
             asked = Asked(slot, count, self._order, self._index)
@@ -184,7 +185,8 @@ class Digests:
             return DigestSlot(self._room, self._copied, self._index)
 
 
-def _captured() -> WrongState:
+def captured() -> WrongState:
+    """What refuses to hash anything during a capture."""
     return WrongState(
         "a stream is being captured, and the host could not hear of the digests: probe, or check, "
         "outside of the capture"

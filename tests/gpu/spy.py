@@ -11,7 +11,7 @@ import cupy
 import pytest
 from cupy.cuda import compiler, runtime
 
-from sgalloc.device import batched, cuda, kernels
+from sgalloc.device import batched, cuda, cuda_digest, kernels
 
 WAITS = ("deviceSynchronize", "streamSynchronize", "eventSynchronize")
 POLLS = ("eventQuery", "streamQuery")
@@ -56,7 +56,7 @@ class Spy:
 
             return launch
 
-        for module in (cuda, batched):
+        for module in (cuda, batched, cuda_digest):
             monkeypatch.setattr(module, "kernel", kernel)
 
     def _watch(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, label: str) -> None:

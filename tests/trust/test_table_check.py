@@ -15,6 +15,7 @@ from trust.tables_support import DEVICES, WORLDS, World, entries_under_law, open
 
 import sgalloc
 from sgalloc.device.write_log import KEPT, LISTED
+from sgalloc.trust.claims import claims_of
 
 each_device = pytest.mark.parametrize("device", DEVICES)
 each_world = pytest.mark.parametrize("kind", WORLDS)
@@ -463,24 +464,20 @@ def test_an_allocator_with_no_request(device: str) -> None:
 
 
 def test_the_host_makes_no_call_for_each_request() -> None:
-    """As many calls for a thousand requests of one length as for ten, but for the digest itself."""
+    """As many calls for a thousand requests of one length as for ten."""
     counts = []
     for requests in (10, 1000):
         alloc = sgalloc.KVAllocator(5 * requests, 4, requests, 40, device="cpu", page_table=True)
         alloc.extend(alloc.open(requests), 17)
-        device = alloc._core.device
-        device.digest = lambda ranges, device=device: device.__class__.digest(device, ranges)
         calls = 0
 
         def count(frame: Any, event: str, argument: Any) -> None:
             nonlocal calls
             calls += event in ("call", "c_call")
 
-        from sgalloc.trust.claims import claims_of
-
-        claims_of(alloc._core, alloc._ledger.live(), True)
-        sys.setprofile(count)
-        claims_of(alloc._core, alloc._ledger.live(), True)
-        sys.setprofile(None)
+        for trace in (None, count):  # once before, since weights are worked out only once
+            sys.setprofile(trace)
+            claims_of(alloc._core, alloc._ledger.live(), True)
+            sys.setprofile(None)
         counts.append(calls)
-    assert counts[0] == counts[1]
+    assert counts[0] == counts[1] > 10
