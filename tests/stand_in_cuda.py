@@ -111,7 +111,7 @@ class Cuda:
             elif name == "fill_pages_alone":
                 _fill(*arguments)
             else:
-                assert name in ("nothing", "takes", "copy_all"), name
+                assert name in ("nothing", "takes", "copy_all", "sum_all"), name
 
         self.put(stream, work)
 

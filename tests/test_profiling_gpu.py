@@ -30,6 +30,7 @@ from profiling.gpu import (
     launch,
     layout,
     peer_sglang,
+    row_digest,
     sglang_engine,
     steps,
     strided,
@@ -47,6 +48,7 @@ SCRIPTS: dict[str, Any] = {
     "crossover": crossover,
     "launch": launch,
     "groups": groups,
+    "row_digest": row_digest,
 }
 SHORT = Effort(seconds=0.0, least=4, warm_up=2, block=2)
 WRONG = r"broke the row law|entries were written|other slots"
@@ -94,6 +96,10 @@ def tiny(name: str, gpu: clock.Gpu, patch: pytest.MonkeyPatch) -> common.Outcome
         return transport.measure(True, gpu, turns=2)
     if name == "groups":
         return groups.measure(groups.Size((1, 5), (16, 64), SHORT), gpu)
+    if name == "row_digest":
+        cases = (row_digest.Case(3, 640, 64), row_digest.Case(5, 4000, 16))
+        patch.setattr(row_digest, "_LARGE", 60_000)
+        return row_digest.measure(cases, SHORT, gpu, 2)
     if name == "crossover":
         size = crossover.Size((40, 1500), (16, 64), (1, 100, 1024, 1100), seconds=0.0, least=3)
         return crossover.measure(size, gpu)
@@ -163,7 +169,9 @@ def test_every_kernel_is_launched_and_every_result_checked(
         "crossover": 2 * 2 + 1,
         "launch": 1,
         "groups": 2 * 2 * len(groups.CASES),
+        "row_digest": 2 * 2,
     }
+    assert {"row_digest", "sum_all"} <= set(documents["row_digest"]["launched"])
 
 
 def test_steps_cover_what_they_should(documents: dict[str, dict[str, Any]]) -> None:
@@ -204,6 +212,37 @@ def test_groups_cover_what_they_should(documents: dict[str, dict[str, Any]]) -> 
     ):
         for record in found.where(name, groups.ON_GPU, batch=5):
             assert record["at"]["launches"] == launches
+
+
+def test_digests_cover_what_they_should(
+    documents: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = layout.Found(documents["row_digest"])
+    assert len(found.where(row_digest.KERNEL)) == 2 * 3
+    for name in (row_digest.PROBE, row_digest.CHECK, row_digest.READ_BACK, row_digest.EXPECTED):
+        assert len(found.where(name, row_digest.MINE, until=clock.RETURN)) == 2
+    assert "no table larger" in row_digest.kernel_table(found).verdict
+    monkeypatch.setattr(row_digest, "_LARGE", 60_000)
+    assert "aim at most 1.2×" in row_digest.kernel_table(found).verdict
+    assert len(set(row_digest.CASES)) == len(row_digest.CASES) > len(row_digest.QUICK)
+
+
+@pytest.mark.parametrize(("took", "word"), [(12.0, "met"), (12.1, "missed")])
+def test_a_digest_is_held_against_a_plain_sum(took: float, word: str) -> None:
+    case = row_digest.Case(4096, 32_768, 64)
+    sides = {row_digest.MINE: took, row_digest.SUM: 10.0, row_digest.COPY: 20.0}
+    records = [Record(row_digest.KERNEL, side, case.at, flat(us)) for side, us in sides.items()]
+    table = row_digest.kernel_table(found_of(*records))
+    assert table.verdict.endswith(f"{took / 10:.2f}×, {word}.")
+
+
+def test_a_digest_that_is_wrong_is_found(cuda: Cuda) -> None:
+    case = row_digest.Case(3, 640, 64)
+    alloc = row_digest.made(case)
+    row_digest.kernel_records(case, alloc, clock.Gpu(), 2)
+    alloc.req_to_token[2, 5] += 1
+    with pytest.raises(RuntimeError, match="digests differ"):
+        row_digest.kernel_records(case, alloc, clock.Gpu(), 2)
 
 
 def test_kernels_name_each_case_once() -> None:

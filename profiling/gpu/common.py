@@ -25,7 +25,16 @@ from sgalloc.device import cuda_missing
 
 SCHEMA = "sgalloc-gpu-benchmarks"
 VERSION = 1
-BENCHES = ("steps", "peer_sglang", "kernels", "transport", "crossover", "launch", "groups")
+BENCHES = (
+    "steps",
+    "peer_sglang",
+    "kernels",
+    "transport",
+    "crossover",
+    "launch",
+    "groups",
+    "row_digest",
+)
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
 NOT_YET = "Not measured yet."
