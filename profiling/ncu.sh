@@ -20,7 +20,7 @@ common=(
     --clock-control none
     --nvtx --nvtx-include "sgalloc@profiled/"
     --kernel-name-base function
-    --kernel-name "regex:${KERNEL:-^(assign_|replay_|page_watermarks|export_pages)}"
+    --kernel-name "regex:${KERNEL:-^(assign_|replay_|page_watermarks|export_pages|row_digest)}"
 )
 # What profiling/ncu_table.py reads.
 metrics=(

@@ -220,7 +220,7 @@ def test_digests_cover_what_they_should(
     found = layout.Found(documents["row_digest"])
     assert len(found.where(row_digest.KERNEL)) == 2 * 3
     for name in (row_digest.PROBE, row_digest.CHECK, row_digest.READ_BACK, row_digest.EXPECTED):
-        assert len(found.where(name, row_digest.MINE, until=clock.RETURN)) == 2
+        assert len(found.where(name, row_digest.MINE, until=harness.RETURN)) == 2
     assert "no table larger" in row_digest.kernel_table(found).verdict
     monkeypatch.setattr(row_digest, "_LARGE", 60_000)
     assert "aim at most 1.2×" in row_digest.kernel_table(found).verdict

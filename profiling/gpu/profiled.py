@@ -54,6 +54,7 @@ CASES = (
     Case("replay_both", "a page each in both groups, staged", SMALL, 2 * _pages(SMALL)),
     Case("page_watermarks", "8 pages each, rounded there", LARGE, _pages(GROWTH * LARGE)),
     Case("export_pages", "8 pages each", LARGE, (ROW_PAGES + GROWTH + 2) * LARGE * ENTRY),
+    Case("row_digest", "8 pages each, hashed", LARGE, 8 * (LARGE + 1)),
 )
 
 
@@ -109,6 +110,7 @@ def steps(device: str) -> list[tuple[Case, Callable[[], Any], Callable[[], Any]]
         (large.cut, lambda: large.alloc.reserve(large.batch, pages, rounding="device")),
         # What the step before has reserved is what it exports.
         (nothing, lambda: export.update(large.batch, pages)),
+        (nothing, lambda: large.alloc.probe()),
     ]
     return [(case, *pair) for case, pair in zip(CASES, made, strict=True)]
 

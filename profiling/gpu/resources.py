@@ -20,7 +20,7 @@ from sgalloc.device.kernels import SOURCES, THREADS, read_kernels
 
 SCHEMA = "sgalloc-resources"
 _KERNEL = re.compile(
-    r'^extern "C" __global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(', re.MULTILINE
+    r'^extern "C" __global__ void (?:__launch_bounds__\([\w, ]+\) )?(\w+)\(', re.MULTILINE
 )
 
 

@@ -14,11 +14,11 @@ import numpy as np
 
 import sgalloc
 from profiling.gpu import common
-from profiling.gpu.clock import DONE, RETURN, Gpu, both_records, in_turns
+from profiling.gpu.clock import Gpu
 from profiling.gpu.layout import Found, Table, ratio, size, spread, times, us
-from profiling.harness import Effort, Side, Step, summarize
-from profiling.measured import Record
 from sgalloc import laws
+from sgalloc.bench.harness import DONE, RETURN, Effort, Side, Step, in_turns, summarize
+from sgalloc.bench.measured import Record, both_records
 from sgalloc.core import Core
 from sgalloc.ledger import NO_ROWS
 from sgalloc.trust.claims import Claims, claims_of
