@@ -241,10 +241,14 @@ class Journalled:
         return call
 
     def _explaining_later(self, probe: Callable[..., Any]) -> Callable[..., Any]:
+        def explain(problem: str) -> str:
+            self.log.flush()
+            return problem + self._history(problem)
+
         @wraps(probe)
         def call(*args: Any, **kwargs: Any) -> Any:
             made = probe(*args, **kwargs)
-            made.result = self._explaining(made.result)
+            made.explain = explain
             return made
 
         return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ class Probe:
             stream.
         left_out: rows that were not compared, since a staged step had yet to write pages of them,
             int32 ``(n,)``; with any of these the map was not compared either.
+        explain: adds to a message what else is known.
     """
 
     def __init__(self, core: Core, rows: Int64 | None = None) -> None:
@@ -48,6 +50,7 @@ class Probe:
         self._pending = core.device.digest(self._claims.ranges)
         self._problem: str | None = None
         self._known = False
+        self.explain: Callable[[str], str] = str
         self.ready: Any = self._pending.ready
         self.left_out: Int32 = late.astype(np.int32)
 
@@ -72,7 +75,7 @@ class Probe:
         if not self._known:
             wrong = (self._pending.wait() != self._claims.digests).nonzero()[0]
             if wrong.size:
-                self._problem = self._named(wrong)
+                self._problem = self.explain(self._named(wrong))
             self._known = True
         if self._problem is not None:
             raise LawViolation(self._problem)

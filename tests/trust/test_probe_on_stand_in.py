@@ -6,6 +6,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,8 +113,13 @@ def test_a_slot_is_not_written_over_while_it_is_read_or_waited_for(asked: Asked)
     assert alloc.probe().ready.ptr not in (one.ready.ptr, two.ready.ptr), "still being written"
 
 
-def test_a_probe_that_was_let_go_of_gives_its_slot_back(asked: Asked) -> None:
-    alloc = plain("cuda").alloc
+@pytest.mark.parametrize("journal", [False, True])
+def test_a_probe_that_was_let_go_of_gives_its_slot_back(
+    asked: Asked, journal: bool, tmp_path: Path
+) -> None:
+    """At once, and not when garbage is collected."""
+    path = tmp_path / "calls" if journal else None
+    alloc = sgalloc.KVAllocator(9, 4, 3, 12, device="cuda", journal=path)
     gc.disable()
     try:
         for _ in range(40):
