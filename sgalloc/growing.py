@@ -8,7 +8,7 @@ import numpy as np
 
 from sgalloc.core import Core, pages_of
 from sgalloc.device import Writer
-from sgalloc.device.write_log import LISTED, note_plan
+from sgalloc.device.write_log import ALONG, LISTED, Along
 from sgalloc.groups import NO_PAGES, clearing, joined
 from sgalloc.inputs import Int64
 from sgalloc.pages import CACHED, Int32
@@ -89,7 +89,12 @@ def _apply_both(core: Core, plan: Plan, gather: Gather | None, after: Any, devic
         write = joined(write, clearing(gone)) if gone.size else write
     plan.ready = device.write(growth, ids if total else None, gather, after, write)
     if growth is not None or write is not None:
-        note_plan(core.log, plan, ids, write)
+        noted: SideWrite | Along | None = write
+        if growth is not None and write is not None and write.places is growth.where:
+            noted = ALONG  # which says it all, and holds no arrays
+        core.note((plan.version, plan.rows, plan.committing, plan.decoding, ids, noted))
+        if total > LISTED or (write is not None and write.ids.size > LISTED):
+            core.log.noted_much()
     if victims:
         core.evict(victims, leaving)
     if returning.size:

@@ -80,7 +80,7 @@ def check_window_table(ledger: Ledger, window: Window, device: Device, rows: Int
             slots = (ids[:, None] * size + offsets).reshape(-1)
             expected = np.concatenate((np.zeros(first * size, np.int32), slots))
         base = row * ledger.row_pages
-        writer = padding if row == 0 else partial(device.log.of_side_entry, base)
+        writer = padding if row == 0 else partial(device.log.of_side_entry, base, ledger.pages[row])
         compare_entries(f"window_table[{row}, ", held, expected, size, writer)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from sgalloc.inputs import Int64
 from sgalloc.pages import Int32
-from sgalloc.plan import Plan, Segments, SideWrite
+from sgalloc.plan import Segments, SideWrite
 
 if TYPE_CHECKING:
     from sgalloc.device import Device
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 KEPT = 16
 # Of a write of more pages only the number is kept: its arrays would hold much memory.
 LISTED = 4096
+
+
+class Along:
+    """Stands for a second group in which each page of the main group got one at the same place."""
+
+
+ALONG = Along()
 
 
 class Step(NamedTuple):
@@ -32,6 +39,7 @@ class Step(NamedTuple):
         ids: pages of the main group, int32; their number where they are not listed.
         runs: where a call that was no plan's put them; None for a plan.
         side: what was written of the second group, listed or not; None for nothing.
+        along: whether it went along with ``ids``.
     """
 
     number: int
@@ -41,6 +49,7 @@ class Step(NamedTuple):
     ids: Int32 | int
     runs: Segments | None
     side: SideWrite | int | None
+    along: bool = False
 
     @property
     def listed(self) -> bool:
@@ -52,7 +61,13 @@ class Step(NamedTuple):
         """Pages of the main group, and of the second one."""
         ids, side = self.ids, self.side
         main = ids if isinstance(ids, int) else ids.size
+        if self.along:
+            return main, main
         return main, side.ids.size if isinstance(side, SideWrite) else side or 0
+
+    def has(self, page: int) -> bool:
+        """Whether ``page`` of the main group is among its pages."""
+        return not isinstance(self.ids, int) and bool((self.ids == page).any())
 
     def __str__(self) -> str:
         main, side = self.counts
@@ -83,7 +98,7 @@ class WriteLog:
         self.note = self._kept.append
 
     def noted_much(self) -> None:
-        """Keep only the number of pages of the last write, if these are many."""
+        """Keep only the number of pages of the last write, if these are more than `LISTED`."""
         ids, side = self._kept[-1][4:]
         main, beside = _step(self._kept[-1]).counts
         if main + beside > LISTED:
@@ -101,21 +116,34 @@ class WriteLog:
         def wrote(step: Step) -> bool:
             if step.runs is None:
                 # A page that the pool has handed out is written into one row at once.
-                return bool((step.ids == page).any())  # type: ignore[union-attr]
+                return step.has(page)
             ahead = number - step.runs.first
             here = (step.runs.rows == row) & (ahead >= 0) & (ahead < step.runs.count)
             return bool(here.any())
 
         return self._last(wrote)
 
-    def of_side_entry(self, base: int, number: int) -> str:
+    def of_side_entry(self, base: int, pages: Int32, number: int) -> str:
         """The same of the second group's table; ``base`` is where the row's places begin."""
-        return self._last(lambda step: _among(step.side, "places", base + number))
+        page = int(pages[number])
+
+        def wrote(step: Step) -> bool:
+            if step.along:
+                return step.has(page)
+            return _among(step.side, "places", base + number)
+
+        return self._last(wrote)
 
     def of_map(self, page: int) -> str:
         """The same of what the map says of ``page``, of the main group."""
-        # Among the pages of a write, 0 stands for one that leaves the map alone.
-        return self._last(lambda step: page > 0 and _among(step.side, "mains", page))
+
+        def wrote(step: Step) -> bool:
+            if step.along:
+                return step.has(page)
+            # Among the pages of a write, 0 stands for one that leaves the map alone.
+            return page > 0 and _among(step.side, "mains", page)
+
+        return self._last(wrote)
 
     def _last(self, wrote: Callable[[Step], bool]) -> str:
         # Whoever wrote so much that it is not listed may have written this, too.
@@ -170,17 +198,11 @@ def note_call(
     log.noted_much()
 
 
-def note_plan(log: WriteLog, plan: Plan, ids: Int32, side: SideWrite | None) -> None:
-    """Note the write of a plan that has a part in the second group, or many pages."""
-    log.note((plan.version, plan.rows, plan.committing, plan.decoding, ids, side))
-    log.noted_much()
-
-
 def _step(noted: tuple[Any, ...]) -> Step:
     number, who = noted[:2]
     ids, side = noted[4:]
-    if ids is None:
-        ids = _NONE
+    along = side is ALONG
+    ids, side = _NONE if ids is None else ids, None if along else side
     if isinstance(who, str):
         return Step(number, who, False, noted[2], ids, noted[3], side)
     rows: Int64 = who
@@ -192,7 +214,7 @@ def _step(noted: tuple[Any, ...]) -> Step:
         what = "mixed plan"
     elif commits:
         what = "decode" if decodes else "extend"
-    return Step(number, what, True, rows.size, ids, None, side)
+    return Step(number, what, True, rows.size, ids, None, side, along)
 
 
 def _ago(ago: int) -> str:

@@ -272,10 +272,12 @@ def test_the_second_group_and_the_map_say_who_too(device: str) -> None:
             alloc.window_table[row, column] = 5_000
             assert re.search(f"; last written by {pattern}", found("check", alloc))
             alloc.window_table[row, column] = was
-        page = int(alloc._ledger.pages[row, 0])
-        alloc.full_to_window[4 * page] = 5_000
-        assert re.search(f"; last written by {evicted}", found("check", alloc))
-        alloc.full_to_window[4 * page] = 0
+        for number, pattern in ((0, evicted), (8, r"plan \d+ \(extend of 2 ")):
+            at = 4 * int(alloc._ledger.pages[row, number])
+            was = int(alloc.full_to_window[at])
+            alloc.full_to_window[at] = 5_000
+            assert re.search(f"; last written by {pattern}", found("check", alloc))
+            alloc.full_to_window[at] = was
         alloc.full_to_window[2] = 5_000
         assert found("check", alloc).endswith("; written by no plan")
 
@@ -307,6 +309,31 @@ def test_a_write_too_large_to_list_may_have_been_it(device: str) -> None:
     assert spoilt(alloc, rows[1], 0) == f"last written {much}, the last write so far, or by no plan"
     alloc.extend(h[0], 3 + LISTED)
     assert "new pages), the last write so far" in spoilt(alloc, rows[0], 3)
+
+
+def test_a_step_of_both_groups_is_counted_in_both(device: str) -> None:
+    """Whether its pages of the second group go along, leave with others, or are too many."""
+    alloc = sgalloc.KVAllocator(
+        2 * LISTED, 1, 4, 2 * LISTED, device, window=sgalloc.SlidingWindow(2, 2 * LISTED)
+    )
+    (h,) = alloc.open().tolist()
+    (row,) = alloc.rows(h).tolist()
+
+    def last(column: int) -> str:
+        was = int(alloc.window_table[row, column])
+        alloc.window_table[row, column] = 9_999
+        line = found("check", alloc)
+        alloc.window_table[row, column] = was
+        return line.partition("; ")[2]
+
+    alloc.extend(h, 6)
+    assert "(extend of 1 request, 6 new pages and 6 of the second group), the last" in last(5)
+    alloc.apply(alloc.plan(decode=(h, 2), evict_window=True))
+    both = "(decode of 1 request, 2 new pages and 6 of the second group), the last"
+    assert both in last(7) and both in last(0), "four pages were cleared"
+    assert "extend of 1 request" in last(5)
+    alloc.extend(h, LISTED + 20)
+    assert "second group, too many to list), the last write so far, or by plan" in last(5)
 
 
 def test_a_restored_allocator_names_the_restore(device: str) -> None:
