@@ -56,9 +56,7 @@ class Core(NamedTuple):
             window = side if isinstance(side, Window) else None
             prefix = PrefixCache(tree, ledger, pool, device, quarantine, count, owner, window)
         log, pins = device.log, Pins()
-        return cls(
-            ledger, pool, quarantine, device, tree, prefix, side, pins, owner, log, log.note
-        )
+        return cls(ledger, pool, quarantine, device, tree, prefix, side, pins, owner, log, log.note)
 
     @property
     def evictable(self) -> int:

@@ -12,11 +12,12 @@ from sgalloc.core import Core
 from sgalloc.device.row_digest import MAP
 from sgalloc.errors import LawViolation, WrongState
 from sgalloc.inputs import Int64
+from sgalloc.ownership import Unpicklable
 from sgalloc.pages import Int32
 from sgalloc.trust.claims import claims_of, late_rows, look_closer, name_of
 
 
-class Probe:
+class Probe(Unpicklable):
     """A look at the device's tables behind all that was written, compared when it is there.
 
     Attributes:
@@ -57,6 +58,7 @@ class Probe:
     @property
     def done(self) -> bool:
         """Whether `result` would wait for nothing; polls, and never waits."""
+        self._core.owner.check()
         return self._pending.done
 
     def result(self) -> Int32:
@@ -70,8 +72,9 @@ class Probe:
         Raises:
             LawViolation: a table is not what the ledger said: naming the entry, both values and
                 who wrote it last; or, where it is right by now, the row.
-            WrongState: a stream is being captured.
+            WrongState: a stream is being captured, or another thread owns the allocator.
         """
+        self._core.owner.check()
         if not self._known:
             wrong = (self._pending.wait() != self._claims.digests).nonzero()[0]
             if wrong.size:

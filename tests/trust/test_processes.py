@@ -232,6 +232,7 @@ def test_nothing_of_an_allocator_can_be_copied_or_pickled(tmp_path: Path) -> Non
         "Planned": noted.plan(decode=(handle, 1)),
         "Match": alloc.prefix.match([1, 2, 3]),
         "PageTables": alloc.page_tables(2, 2),
+        "Probe": alloc.probe(),
     }
     for name, thing in things.items():
         assert type(thing).__name__ == name

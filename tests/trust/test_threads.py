@@ -89,7 +89,10 @@ def every_call(alloc: Any) -> dict[str, Callable[[], Any]]:
         found["events.drain"] = follow(alloc).drain
     tables = alloc.page_tables(4, 4)
     batch = alloc.batch(alloc.open(1))
+    probe = alloc.probe()
     return found | {
+        "probe.result": probe.result,
+        "probe.done": lambda: probe.done,
         "page_tables.update": lambda: tables.update(MISSING),
         "eagle": lambda: eagle.prepare_for_decode(alloc, batch, spec("eagle", 2, 1, 3)),
         "dflash": lambda: dflash.prepare_for_decode(alloc, batch, spec("dflash", draft_tokens=3)),
