@@ -29,9 +29,7 @@ def test_the_naive_allocator_serves_the_same_engine(mode: str) -> None:
 
 def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "bench.json"
-    bench.main(
-        f"--device cpu --model tiny --running 4 --context 64 --steps 8 --out {out}".split()
-    )
+    bench.main(f"--device cpu --model tiny --running 4 --context 64 --steps 8 --out {out}".split())
     found = json.loads(out.read_text("utf-8"))
     runs = [(run["allocator"], run["overlap"]) for run in found["runs"]]
     assert sorted(runs) == [(a, o) for a in ("naive", "sgalloc") for o in (False, True)]
