@@ -2,20 +2,26 @@
 
 python -m examples.engine.bench --device cuda --model 1b --running 256 --steps 400 --out FILE.json
 
-Four engines over one model (both allocators, with and without overlap) are filled first, and then
-make as many steps each, in turns. All serve the same requests, so the steps do the same work.
+Both allocators, with and without overlap, one engine after the other, in two rounds: each is filled
+first and then makes as many steps. All serve the same requests, so the steps do the same work.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
+import os
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
 import numpy as np
+
+# Shapes differ from step to step: without this torch frees and asks for memory in the middle.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
 import torch
 
 from examples.engine.engine import Engine, Settings
@@ -67,7 +73,7 @@ def workload(settings: Settings, vocab: int) -> Callable[[], Request]:
 
 
 class Runner:
-    """An engine that is kept full, measured in turns.
+    """An engine that is kept full.
 
     Args:
         model: whose forwards it runs.
@@ -89,8 +95,6 @@ class Runner:
         self._clock.part(self._scheduler, "prefilled")
         for name in ("_prefill", "_decode", "land"):
             self._clock.part(self._engine, name)
-        self._steps: list[dict[str, Any]] = []
-        self._wall, self._tokens = 0.0, 0
 
     def fill(self) -> None:
         """Step until the engine is full, so that no graph and no kernel is new any more."""
@@ -99,38 +103,57 @@ class Runner:
         for _ in range(20):
             self._step()
 
-    def turn(self, count: int) -> None:
+    def run(self, count: int, into: Measured) -> None:
         """Make ``count`` steps, and note each."""
-        self._clock.events.clear()
-        began, put_out = perf_counter(), self._scheduler.counts["tokens"]
+        clock, scheduler = self._clock, self._scheduler
+        gc.collect()
+        gc.freeze()
+        clock.events.clear()
+        began, put_out = perf_counter(), scheduler.counts["tokens"]
         for _ in range(count):
-            self._clock.spent, first, at = 0.0, len(self._clock.events), perf_counter()
+            clock.spent, first, at = 0.0, len(clock.events), perf_counter()
             self._step()
-            took, events = perf_counter() - at, self._clock.events[first:]
-            self._steps.append(
+            took, events = perf_counter() - at, clock.events[first:]
+            into.steps.append(
                 {
-                    "at": self._wall + at - began,
+                    "at": into.wall + at - began,
                     "step": took,
-                    "allocator": self._clock.spent,
-                    "running": self._scheduler.running.size,
+                    "allocator": clock.spent,
+                    "running": scheduler.running.size,
                     "prefills": any(name == "prefilled" for name, _, _ in events),
                 }
             )
         if self._engine.gpu:
             torch.cuda.synchronize()
-        self._wall += perf_counter() - began
-        self._tokens += self._scheduler.counts["tokens"] - put_out
+        into.wall += perf_counter() - began
+        into.tokens += scheduler.counts["tokens"] - put_out
+        into.parts = clock.events[-PARTS:]
+        gc.unfreeze()
+
+    def _step(self) -> None:
+        while len(self._scheduler.queue) < 8:
+            self._engine.submit(self._next())
+        self._engine.step()
+
+
+class Measured:
+    """What the engines of one kind did, in all rounds."""
+
+    def __init__(self, overlap: bool, naive: bool) -> None:
+        self.overlap, self.naive = overlap, naive
+        self.steps: list[dict[str, Any]] = []
+        self.parts: list[tuple[str, float, float]] = []
+        self.wall, self.tokens = 0.0, 0
 
     def result(self) -> dict[str, Any]:
-        """What came of all turns; steps that prefill, too, are told apart."""
-        steps = self._steps
+        """All of it; steps without a prefill are told apart."""
+        steps = self.steps
         whole, verbs = (np.array([one[name] for one in steps]) for name in ("step", "allocator"))
         decodes = np.array([not one["prefills"] for one in steps])
-        shown = [one for one in self._clock.events if one[1] >= self._clock.events[-1][1] - 2]
         return {
             "allocator": "naive" if self.naive else "sgalloc",
-            "overlap": self.settings.overlap,
-            "tokens_per_second": self._tokens / self._wall,
+            "overlap": self.overlap,
+            "tokens_per_second": self.tokens / self.wall,
             "steps": len(steps),
             "running": float(np.mean([one["running"] for one in steps])),
             "step_ms": _quantiles(whole * 1e3),
@@ -139,14 +162,10 @@ class Runner:
             "decode_steps": int(decodes.sum()),
             "decode_step_ms": _quantiles(whole[decodes] * 1e3),
             "decode_allocator_us": _quantiles(verbs[decodes] * 1e6),
+            "decode_allocator_share": float(verbs[decodes].sum() / max(1e-9, whole[decodes].sum())),
             "time_line": steps,
-            "parts": shown[-PARTS:],
+            "parts": self.parts,
         }
-
-    def _step(self) -> None:
-        while len(self._scheduler.queue) < 8:
-            self._engine.submit(self._next())
-        self._engine.step()
 
 
 def _quantiles(values: Any) -> dict[str, float]:
@@ -178,41 +197,35 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=1536)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=400, help="of each of the four")
-    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", required=True)
     given = parser.parse_args(arguments)
     gpu = given.device != "cpu"
     dtype = torch.bfloat16 if gpu else torch.float64
     model = Model(LLAMA_1B if given.model == "1b" else TINY, 0, dtype, given.device)
     pages = given.running * (given.context // given.page_size + 1)
-    runners = [
-        Runner(
-            model,
-            Settings(
+    runs: dict[tuple[bool, bool], Measured] = {}
+    for _ in range(given.rounds):
+        # One engine at a time, anew in each round: torch keeps memory for each of their streams.
+        for kind in itertools.product((True, False), (False, True)):
+            settings = Settings(
                 pages, pages, given.page_size, given.running, given.context,
-                chunk=4096 if gpu else 64, overlap=overlap, prefix_cache=False, graphs=gpu,
-            ),
-            naive,
-        )
-        for overlap in (True, False)
-        for naive in (False, True)
-    ]  # fmt: skip
-    for runner in runners:
-        runner.fill()
-    gc.collect()
-    gc.freeze()
-    # In turns, so that whatever else the machine does hits all alike.
-    for _ in range(given.turns):
-        for runner in runners:
-            runner.turn(-(-given.steps // given.turns))
-    gc.unfreeze()
-    runs = [runner.result() for runner in runners]
-    for run in runs:
+                chunk=4096 if gpu else 64, overlap=kind[0], prefix_cache=False, graphs=gpu,
+            )  # fmt: skip
+            runner = Runner(model, settings, naive=kind[1])
+            runner.fill()
+            runner.run(given.steps // given.rounds, runs.setdefault(kind, Measured(*kind)))
+            del runner
+            gc.collect()
+            if gpu:
+                torch.cuda.empty_cache()
+    results = [measured.result() for measured in runs.values()]
+    for run in results:
         short = {key: run[key] for key in run if key not in ("time_line", "parts")}
         print(json.dumps(short))
     name = torch.cuda.get_device_name() if gpu else "CPU"
     with open(given.out, "w", encoding="utf-8") as file:
-        json.dump({"device": name, "traceEvents": trace(runs), "runs": runs}, file)
+        json.dump({"device": name, "traceEvents": trace(results), "runs": results}, file)
 
 
 if __name__ == "__main__":
