@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -440,6 +440,7 @@ class KVAllocator(Receiving):
         rounds_from: int = _NEVER,
         evict: bool = False,
         counts_step: bool = False,
+        through: Callable[[Plan, Writer], Writer] | None = None,
     ) -> Plan:
         """`reserve`, also as a decode step, and with what left the window going back first.
 
@@ -448,6 +449,7 @@ class KVAllocator(Receiving):
             rounds_from: requests from which the device rounds.
             evict: whether what left the window goes back first.
             counts_step: whether each request counts a decode step.
+            through: makes, of the plan and the device, who writes in its place.
         """
         try:
             if get_ident() != self._owner.thread:
@@ -462,6 +464,8 @@ class KVAllocator(Receiving):
             plan = self._make_plan(self._ledger, rows, start, cur, start + tokens, None, steps)
             if self._core.side is not None:
                 self._beside(plan, evict)
+            if through is not None:
+                writer = through(plan, self._core.device)
             growing.apply(self._core, plan, out, after, writer)
         except AllocError as refusal:
             self._count(refusal)

@@ -10,14 +10,14 @@ import numpy as np
 from sgalloc.device.unwritten import refuse_unwritten
 from sgalloc.device.write_log import write_and_note
 from sgalloc.errors import AllocError, InsideSharedPage, RowTooNarrow, StalePlan
-from sgalloc.groups import NO_PAGES
+from sgalloc.groups import NO_PAGES, clearing, joined
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64, int64_array, shown, token_sequences
 from sgalloc.ledger import NO_ROWS, Ledger, concatenate, names_one
 from sgalloc.ownership import Owner, Unpicklable
 from sgalloc.pages import CACHED, Int32, PagePool
 from sgalloc.plan import Segments, SideWrite
-from sgalloc.prefix import Match, Node, RadixTree
+from sgalloc.prefix import Match, Node, RadixTree, Uses
 from sgalloc.quarantine import Returning
 
 if TYPE_CHECKING:
@@ -127,11 +127,10 @@ class PrefixCache(Unpicklable):
                 refuse_unwritten(self._device, rows, first, stop, self._ledger.row_pages, "")
             self._quarantine.settle()
             given_up = [self._given_up(*pair) for pair in zip(prepared, twins, strict=True)]
-            self._show("publish", running, twins)
-            if self._side is not None and self._side.mapped:
-                self._quarantine.unmap(
-                    concatenate([what.unmapped for what in given_up], np.int32), event
-                )
+            gone = NO_PAGES
+            if event is None:
+                gone = concatenate([what.unmapped for what in given_up], np.int32)
+            self._show("publish", running, twins, gone)
         except AllocError as refusal:
             self._count(refusal)
             raise
@@ -147,7 +146,7 @@ class PrefixCache(Unpicklable):
         pages = concatenate([victim.pages for victim in victims], np.int32)
         sides = concatenate([victim.sides for victim in victims], np.int32)
         if self._side is not None and self._side.mapped:
-            self._quarantine.unmap(pages, None)
+            self._quarantine.unmap(pages)
         self.tree.evict(victims)
         self._pool.give(pages, CACHED)
         if self._side is not None:
@@ -231,11 +230,12 @@ class PrefixCache(Unpicklable):
         given[: min(shared, matched)] = 0
         return given.astype(np.int32, copy=False)
 
-    def entering(self, prepared: list[Prepared]) -> Int32:
-        """Before a release into the tree: let the map show what cached twins take over.
+    def entering(self, prepared: list[Prepared]) -> tuple[SideWrite | None, Int32]:
+        """What the map has to show before a release into the tree. Nothing changes.
 
         Returns:
-            The pages of the requests that will be the tree's, int32; they stay in the map.
+            The entries of what cached twins take over, None for none; and the pages of the
+            requests that will be the tree's, int32, which stay in the map.
         """
         mains, ids, fresh = [], [], []
         for one, twins in zip(prepared, self.twins(prepared), strict=True):
@@ -245,20 +245,11 @@ class PrefixCache(Unpicklable):
             known = twins.first + twins.pages.size
             fresh.append(self._ledger.pages[one.row, known : max(one.pages, known)])
         pages = concatenate(mains, np.int32)
+        write = None
         if pages.size:
             nowhere = np.full(pages.size, -1, np.int64)
             write = SideWrite(nowhere, concatenate(ids, np.int32), pages)
-            write_and_note(
-                self._device,
-                self._ledger.version,
-                "release",
-                len(prepared),
-                None,
-                None,
-                None,
-                write,
-            )
-        return concatenate(fresh, np.int32)
+        return write, concatenate(fresh, np.int32)
 
     def open_with(self, matches: Sequence[Match]) -> Int64:
         """Rows whose first pages are those of ``matches``, locked; their handles, int64.
@@ -297,6 +288,13 @@ class PrefixCache(Unpicklable):
                 self.tree.touch(node)
                 self._hold(row, node)
         return handles
+
+    def unopen(self, rows: Int64, uses: Uses) -> None:
+        """Undo `open_with` of ``rows`` in the tree, whose uses were ``uses`` before."""
+        nodes = self.drop(rows)
+        self.tree.restore_uses(uses)
+        for node in nodes:
+            self.tree.unlock(node)
 
     def drop(self, rows: Int64) -> list[Node]:
         """Forget what ``rows`` hold; the nodes whose locks the caller now owns."""
@@ -413,8 +411,13 @@ class PrefixCache(Unpicklable):
             given_up = given_up._replace(nodes=[node])
         self._quarantine.give_back(given_up, event)
 
-    def _show(self, what: str, rows: list[int], twins: Sequence[Twins]) -> None:
-        """Write runs of cached pages into the tables of rows, for the call ``what``."""
+    def _show(
+        self, what: str, rows: list[int], twins: Sequence[Twins], gone: Int32 = NO_PAGES
+    ) -> None:
+        """Write runs of cached pages into the tables of rows, for the call ``what``.
+
+        The map loses ``gone``, which go back for them, with the same launch.
+        """
         count = np.array([run.pages.size for run in twins], np.int64)
         some = count > 0
         if not some.any():
@@ -436,6 +439,7 @@ class PrefixCache(Unpicklable):
                 ]
                 mains = np.where(np.concatenate(given) != 0, pages, 0).astype(np.int32)
             write = SideWrite(runs.where, sides, mains)
+            write = joined(write, clearing(gone)) if gone.size else write
         write_and_note(
             self._device, self._ledger.version, what, runs.rows.size, runs, pages, None, write
         )

@@ -148,9 +148,7 @@ def compact(core: Core, rows: Int64, accepted: Accepted, after: Any) -> Moves:
     """
     window = core.side if isinstance(core.side, Window) else None
     found, committed = moves(core.ledger, window, rows, accepted)
-    core.quarantine.pending(after)
-    core.ledger.commit_to(rows, committed)
-    returning.trim(core, rows, committed, after)
+    returning.trim(core, rows, committed, after, committing=True)
     return found
 
 

@@ -100,6 +100,62 @@ class StalePlan(AllocError):
     """A plan or a match made before something it depends on changed."""
 
 
+class DeviceFailed(AllocError):
+    """CUDA failed under a call, which has changed nothing on the host.
+
+    Attributes:
+        device: its name, such as ``"cuda:0"``.
+        cause: CUDA's own words.
+        step: what was being done, such as ``"writing 4 new pages of rows 1, 2"``.
+        before: the last step that was launched before, ``""`` for none.
+        version: of the plan that was being applied; None where it was no plan.
+        lost: whether the device is lost for good. The ledger still answers, takes back and
+            snapshots; whatever has to write a table raises this error again.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        cause: str,
+        step: str,
+        before: str = "",
+        lost: bool = False,
+        version: int | None = None,
+    ) -> None:
+        super().__init__(device, cause, step, before, lost, version)
+        self.device = device
+        self.cause = cause
+        self.step = step
+        self.before = before
+        self.lost = lost
+        self.version = version
+        self.first = True
+
+    def again(self) -> DeviceFailed:
+        """The same failure, met by a later call."""
+        args = (self.device, self.cause, self.step, self.before, self.lost, self.version)
+        other = DeviceFailed(*args)
+        other.first = False
+        return other
+
+    def of_plan(self, version: int) -> None:
+        """Name the plan that was being applied, unless the failure is an earlier one's."""
+        if self.first:
+            self.version = version
+
+    def __str__(self) -> str:
+        plan = "" if self.version is None else f", plan version {self.version}"
+        after = f", after {self.before}" if self.before else ""
+        remedy = (
+            "the device is lost, but not the ledger: snapshot(assume_done=True) and restore it in "
+            "a new process"
+            if self.lost
+            else "nothing has changed: give the GPU room, and call again"
+        )
+        met = "" if self.first else "had "
+        return f"{self.device} {met}failed while {self.step}{plan}{after} ({self.cause}); {remedy}"
+
+
 class LawViolation(AllocError):
     """The row law or the partition law does not hold: a fault in the allocator or in memory."""
 

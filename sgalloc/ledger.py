@@ -233,6 +233,20 @@ class Ledger:
         self.version += 1
         return handles
 
+    def unopen(self, rows: Int64, version: int) -> None:
+        """Undo an `open` of ``rows``, and what they adopted: as if it had never been.
+
+        Args:
+            rows: those that it took, in order, int64.
+            version: that before it.
+        """
+        for column in (self.committed, self.allocated, self.shared, self.handle):
+            column[rows] = 0
+        for row in rows.tolist():
+            self.namespace.pop(row, None)
+        self.free_rows += rows.size  # the stack still has them
+        self.version = version
+
     def adopt(self, row: int, pages: Int32, namespace: Any) -> None:
         """Let a fresh row of ``namespace`` begin with cached ``pages``: C = A = their tokens."""
         if namespace is not None:
@@ -313,7 +327,7 @@ class Ledger:
         self.version += rows.size > 0
 
     def cut(self, rows: Int64, committed: Int64, pages: Int64) -> None:
-        """C = ``committed`` and A = ``pages`` pages, both at most what they were."""
+        """C = ``committed`` and A = ``pages`` pages, which cover it, at most what they were."""
         self.committed[rows] = committed
         self.allocated[rows] = pages * self.page_size
         self.shared[rows] = np.minimum(self.shared.take(rows), pages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -96,6 +96,18 @@ class Victim(NamedTuple):
         last = node.sides[node.sides.size - self.taken :]
         live: Int32 = last[last != 0]
         return live
+
+
+class Uses(NamedTuple):
+    """When some nodes were used last.
+
+    Attributes:
+        clock: of the tree.
+        used: each node, and its last use.
+    """
+
+    clock: int
+    used: list[tuple[Node, int]]
 
 
 class RadixTree:
@@ -239,6 +251,22 @@ class RadixTree:
         while step is not None:
             step.last_use = self._clock
             step = step.parent
+
+    def uses(self, nodes: Sequence[Node]) -> Uses:
+        """When the paths to ``nodes`` were used last, for `restore_uses`."""
+        used = []
+        for node in nodes:
+            step: Node | None = node
+            while step is not None:
+                used.append((step, step.last_use))
+                step = step.parent
+        return Uses(self._clock, used)
+
+    def restore_uses(self, uses: Uses) -> None:
+        """Let it be as if what came after ``uses`` had been no use."""
+        self._clock = uses.clock
+        for node, last_use in uses.used:
+            node.last_use = last_use
 
     def pages_to(self, node: Node | None) -> Int32:
         """The page ids from the root to the end of ``node``, int32."""

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sgalloc.device.write_log import write_and_note
-from sgalloc.events import is_done, pollable
-from sgalloc.groups import NO_PAGES, Side, clearing
+from sgalloc.device.write_log import unmap_and_note
+from sgalloc.events import pollable
+from sgalloc.groups import NO_PAGES, Side, clearing, joined
 from sgalloc.inputs import Int64
 from sgalloc.ledger import NO_ROWS, Ledger, concatenate
 from sgalloc.pages import WAITING, Int32, PagePool
+from sgalloc.plan import SideWrite
 from sgalloc.prefix import Node, RadixTree
 
 if TYPE_CHECKING:
@@ -82,21 +83,21 @@ class Quarantine:
         after = self._device.event(after)
         if self._device.capturing():
             return pollable(after)
-        return None if is_done(after) else after
+        return None if self._device.done(after) else after
 
-    def unmap(self, pages: Int32, event: Any) -> None:
-        """Clear the map for ``pages`` that go back at once, before anything else is changed."""
+    def unmap(self, pages: Int32, event: Any = None, beside: SideWrite | None = None) -> None:
+        """Clear the map for ``pages`` that go back at once, before anything else is changed.
+
+        Args:
+            pages: ids of the main group, int32.
+            event: what they wait for; then they keep their entries until it is done.
+            beside: entries that are written with the same launch, so that both are or neither.
+        """
+        write = beside
         if event is None and pages.size:
-            write_and_note(
-                self._device,
-                self._ledger.version,
-                "giving back",
-                0,
-                None,
-                None,
-                None,
-                clearing(pages),
-            )
+            write = joined(beside, clearing(pages))
+        if write is not None:
+            unmap_and_note(self._device, self._ledger.version, "giving back", write)
 
     def give_back(self, what: Returning, event: Any) -> None:
         """Free ``what``, which `unmap` was told of, now, or once ``event`` is done."""
@@ -120,16 +121,14 @@ class Quarantine:
         """
         if self._device.capturing():
             return
-        done = [is_done(entry.event) for entry in self.entries]
+        done = [self._device.done(entry.event) for entry in self.entries]
         if not any(done):
             return
         coming = [entry.what for entry, ready in zip(self.entries, done, strict=True) if ready]
         unmapped = [what.unmapped for what in coming if what.unmapped.size]
         if unmapped:
             write = clearing(np.concatenate(unmapped))
-            write_and_note(
-                self._device, self._ledger.version, "settling", 0, None, None, None, write
-            )
+            unmap_and_note(self._device, self._ledger.version, "settling", write)
         self.entries = [entry for entry, ready in zip(self.entries, done, strict=True) if not ready]
         for what in coming:
             self._pool.return_waiting(what.ids)

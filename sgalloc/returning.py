@@ -22,8 +22,10 @@ from sgalloc.quarantine import Returning
 _OR_WAIT = ", or pass after= an event recorded behind the replay"
 
 
-def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
-    """C = min(C, lengths); pages wholly past it go back.
+def trim(
+    core: Core, rows: Int64, lengths: int | Int64, after: Any, committing: bool = False
+) -> None:
+    """C = min(C, lengths), or ``committing`` to lengths; pages wholly past it go back.
 
     Raises:
         InsideSharedPage: it would end inside a page shared with the prefix cache.
@@ -31,7 +33,7 @@ def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
     """
     ledger = core.ledger
     before = ledger.committed.take(rows)
-    committed = np.minimum(before, lengths)
+    committed = np.asarray(lengths) if committing else np.minimum(before, lengths)
     keep = -(-committed // ledger.page_size)
     if core.prefix is not None:
         core.prefix.check_trim(rows, committed)
@@ -61,8 +63,17 @@ def trim(core: Core, rows: Int64, lengths: int | Int64, after: Any) -> None:
     core.quarantine.give_back(what._replace(nodes=nodes), event)
 
 
-def release(core: Core, rows: Int64, prepared: list[Prepared], after: Any) -> None:
+def release(
+    core: Core, rows: Int64, prepared: list[Prepared], after: Any, unmapped: Int32 = NO_PAGES
+) -> None:
     """Close the requests of ``rows``; the pages of those ``prepared`` enter the prefix cache.
+
+    Args:
+        core: the allocator's parts.
+        rows: int64 ``(n,)``.
+        prepared: of `PrefixCache.prepare`.
+        after: an event that all of it waits for, or None.
+        unmapped: pages that leave the map with it, since the caller gives them back then, int32.
 
     Raises:
         WrongState: a staged step has yet to write a page of a row that would go back at once.
@@ -74,16 +85,19 @@ def release(core: Core, rows: Int64, prepared: list[Prepared], after: Any) -> No
         refuse_unwritten(core.device, rows, 0, width, width, _OR_WAIT)
     core.settle()
     if not rows.size:
+        core.quarantine.unmap(unmapped)
         return
     side = core.side
     shared, held = ledger.shared.take(rows), ledger.page_counts(rows)
     if side is not None and side.mapped:
         leaving = _mapped(core, rows, shared, held, ledger.page_range(rows, shared, held)[1])
+        shown = None
         if prepared:
             assert core.prefix is not None
-            entering = core.prefix.entering(prepared)
+            shown, entering = core.prefix.entering(prepared)
             leaving = leaving[~np.isin(leaving, entering)]
-        core.quarantine.unmap(leaving, event)
+        gone = unmapped if event is not None else np.concatenate((unmapped, leaving))
+        core.quarantine.unmap(gone, None, shown)
     nodes = core.prefix.drop(rows) if core.prefix is not None else []
     if prepared:
         assert core.prefix is not None

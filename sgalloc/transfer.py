@@ -11,11 +11,12 @@ import numpy as np
 from sgalloc import growing, returning
 from sgalloc.caching import Prepared
 from sgalloc.core import Core
+from sgalloc.device import Device
 from sgalloc.errors import OutOfPages, RowTooNarrow, StaleHandle, StalePlan, WrongState
-from sgalloc.events import is_done
 from sgalloc.groups import NO_PAGES
 from sgalloc.inputs import Int64, int64_array
-from sgalloc.ledger import Batch
+from sgalloc.ledger import Batch, concatenate
+from sgalloc.pages import Int32
 from sgalloc.pins import Pin
 from sgalloc.plan import Plan
 from sgalloc.prefix import Match, Node
@@ -25,12 +26,12 @@ from sgalloc.quarantine import Returning
 class _Both:
     """An event that is done once two others are."""
 
-    def __init__(self, first: Any, second: Any) -> None:
-        self._first, self._second = first, second
+    def __init__(self, device: Device, first: Any, second: Any) -> None:
+        self._device, self._first, self._second = device, first, second
 
     def query(self) -> bool:
         """Whether both are done."""
-        return is_done(self._first) and is_done(self._second)
+        return self._device.done(self._first) and self._device.done(self._second)
 
 
 def preallocate(
@@ -84,8 +85,10 @@ def preallocate(
         cached = core.side_evictable - beside
         if side_need > side.pool.free + cached:
             raise OutOfPages(side.pool.group, side_need, side.pool.free, cached)
+    version, uses = ledger.version, None
     if any(match is not None for match in prefix):
         assert core.tree is not None and core.prefix is not None
+        uses = core.tree.uses(nodes)
         none = Match(core.tree, None, 0, NO_PAGES, None)
         handles = core.prefix.open_with([none if match is None else match for match in prefix])
     else:
@@ -98,7 +101,11 @@ def preallocate(
         growing.apply(core, plan, None, None)
     except BaseException:
         # It fits, so the device has failed; nothing was evicted or taken yet.
-        returning.release(core, rows, [], None)
+        if uses is not None and core.prefix is not None:
+            core.prefix.unopen(rows, uses)
+        if side is not None:
+            side.close(rows)
+        ledger.unopen(rows, version)
         raise
     _pin(core, handles, plan, writers, deadlines)
     return handles
@@ -115,6 +122,8 @@ def acknowledge(core: Core, handle: int, writer: int) -> bool:
     # What polls events, which may raise, comes before any change.
     core.settle()
     event = core.quarantine.pending(pin.event)
+    if pin.aborted:
+        core.quarantine.unmap(_leaving(core, [pin], [event]))
     pin.acked.add(writer)
     if pin.aborted:
         _take_back(core, pin, event)
@@ -147,26 +156,36 @@ def abort(core: Core, x: Any, force: bool, after: Any) -> None:
     gone = [pins[h] for h in named if h in pins and pins[h].aborted] if force else []
     if not live and not gone:
         return
-    events = [_joined(core.quarantine.pending(pin.event), event) for pin in gone]
-    release(core, np.array(live, np.int64), [], event, force)
+    events = [_joined(core, core.quarantine.pending(pin.event), event) for pin in gone]
+    leaving = _leaving(core, gone, events)
+    release(core, np.array(live, np.int64), [], event, force, leaving)
     for pin, waits_for in zip(gone, events, strict=True):
         _take_back(core, pin, waits_for)
 
 
 def release(
-    core: Core, rows: Int64, prepared: list[Prepared], after: Any, force: bool = False
+    core: Core,
+    rows: Int64,
+    prepared: list[Prepared],
+    after: Any,
+    force: bool = False,
+    unmapped: Int32 = NO_PAGES,
 ) -> None:
     """`returning.release`; those of ``rows`` that are still being received are aborted."""
     ledger = core.ledger
     if not ledger.receiving_rows:
-        returning.release(core, rows, prepared, after)
+        returning.release(core, rows, prepared, after, unmapped)
         return
     receiving = ledger.receiving.take(rows)
     aborted = rows[receiving].tolist()
     keep = [one for one in prepared if not ledger.receiving[one.row]]
     event = core.quarantine.pending(after)
-    returning.release(core, rows[~receiving], keep, event)
-    _abort(core, [core.pins.by_handle[int(ledger.handle[row])] for row in aborted], force, event)
+    pins = [core.pins.by_handle[int(ledger.handle[row])] for row in aborted]
+    if force:
+        leaving = _leaving(core, pins, [event] * len(pins))
+        unmapped = np.concatenate((unmapped, leaving))
+    returning.release(core, rows[~receiving], keep, event, unmapped)
+    _abort(core, pins, force, event)
 
 
 def reclaim(core: Core, now: int | float) -> Int64:
@@ -175,6 +194,7 @@ def reclaim(core: Core, now: int | float) -> Int64:
     if due:
         core.settle()
         events = [core.quarantine.pending(pin.event) for pin in due]
+        core.quarantine.unmap(_leaving(core, due, events))
         _abort(core, [pin for pin in due if not pin.aborted], False, None)
         for pin, event in zip(due, events, strict=True):
             _take_back(core, pin, event)
@@ -287,19 +307,29 @@ def _abort(core: Core, pins: list[Pin], force: bool, event: Any) -> None:
             _take_back(core, pin, event)
 
 
-def _joined(first: Any, second: Any) -> Any:
+def _leaving(core: Core, pins: Sequence[Pin], events: Sequence[Any]) -> Int32:
+    """The pages of ``pins`` that leave the map now, since they wait for nothing, int32."""
+    if core.side is None or not core.side.mapped:
+        return NO_PAGES
+    pages = [pin.pages for pin, event in zip(pins, events, strict=True) if event is None]
+    return concatenate(pages, np.int32)
+
+
+def _joined(core: Core, first: Any, second: Any) -> Any:
     """An event that is done once both are; either may be None."""
     if first is None or second is None:
         return second if first is None else first
-    return _Both(first, second)
+    return _Both(core.device, first, second)
 
 
 def _take_back(core: Core, pin: Pin, event: Any) -> None:
-    """Free pages, row and locks of an aborted request, or let them wait behind ``event``."""
+    """Free pages, row and locks of an aborted request, or let them wait behind ``event``.
+
+    The caller has taken them out of the map, if they wait for nothing: that can fail.
+    """
     row = np.array([pin.row], np.int64)
     side = core.side
     unmapped = pin.pages if side is not None and side.mapped else NO_PAGES
-    core.quarantine.unmap(unmapped, event)
     del core.pins.by_handle[pin.handle]
     core.ledger.changed()
     core.pool.unpin(pin.pages, pin.row)

@@ -109,6 +109,24 @@ class Device(Writer, Protocol):
             An event that is done when they are written.
         """
 
+    def write_here(
+        self, pages: Segments | None, ids: Int32 | None, after: Any, side: SideWrite | None
+    ) -> None:
+        """`write` a step whose event no caller gets, and `rejoin` it."""
+
+    def unmap(self, side: SideWrite) -> None:
+        """`write_here` entries of the map alone, for what goes back.
+
+        A device that is lost has nothing to do: its tables are dead, and the host goes on.
+        """
+
+    def done(self, event: Any) -> bool:
+        """Whether an event is done; whatever polls one asks here.
+
+        Raises:
+            TypeError: it cannot be polled.
+        """
+
     def waitable(self, after: Any) -> Any:
         """``after``, if the stream of a write can wait for it; None where it cannot."""
 

@@ -146,6 +146,20 @@ class CpuDevice:
         if self._side_map is not None and mapped.any():
             self._side_map.reshape(-1, self._page_size)[side.mains[mapped]] = slots[mapped]
 
+    def write_here(
+        self, pages: Segments | None, ids: Int32 | None, after: Any, side: SideWrite | None
+    ) -> None:
+        """As `write`."""
+        self.write(pages, ids, None, after, side)
+
+    def unmap(self, side: SideWrite) -> None:
+        """As `write`, of entries of the map."""
+        self.write(None, None, None, None, side)
+
+    def done(self, event: Any) -> bool:
+        """Whether an event is done."""
+        return is_done(event)
+
     def waitable(self, after: Any) -> None:
         """A CPU has no stream that could wait."""
 

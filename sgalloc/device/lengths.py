@@ -7,9 +7,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sgalloc.device import Device
+from sgalloc.device import Device, Writer
 from sgalloc.device.ready import DONE, Done
 from sgalloc.inputs import Int64
+from sgalloc.pages import Int32
+from sgalloc.plan import Gather, Segments, SideWrite
 
 
 class LengthArrays(Protocol):
@@ -21,6 +23,8 @@ class LengthArrays(Protocol):
     """A afterwards, int32 ``(max_requests,)``."""
     seq_lens: Any
     """C, int64 ``(max_requests,)``."""
+    can_fail: bool
+    """Whether a write can fail; then it comes before that of the table."""
 
     @property
     def staging(self) -> tuple[int, int, int]:
@@ -45,6 +49,7 @@ class HostLengths:
     """NumPy arrays that are written at once."""
 
     staging = (0, 0, 0)
+    can_fail = False
 
     def __init__(self, most: int) -> None:
         self.cur: NDArray[np.int32] = np.zeros(most, np.int32)
@@ -61,6 +66,46 @@ class HostLengths:
         self.nxt[:n] = nxt
         self.seq_lens[:n] = committed
         return DONE
+
+
+class Together:
+    """Writes lengths and the table, so that a call that fails has changed nothing on the host.
+
+    Args:
+        device: who writes the table.
+        arrays: that a buffer was taken of.
+        cur, nxt, committed, after: as `LengthArrays.write`.
+    """
+
+    def __init__(
+        self,
+        device: Writer,
+        arrays: LengthArrays,
+        cur: Int64,
+        nxt: Int64,
+        committed: Int64,
+        after: Any,
+    ) -> None:
+        self._device = device
+        self._arrays = arrays
+        self._lengths = (cur, nxt, committed, after)
+
+    def write(
+        self,
+        pages: Segments | None,
+        ids: Int32 | None,
+        gather: Gather | None,
+        after: Any,
+        side: SideWrite | None = None,
+    ) -> Any:
+        """See `Writer.write`; the event is behind the lengths, too."""
+        arrays = self._arrays
+        if arrays.can_fail:
+            arrays.write(*self._lengths)
+        ready = self._device.write(pages, ids, gather, after, side)
+        if not arrays.can_fail:
+            arrays.write(*self._lengths)
+        return ready
 
 
 def open_lengths(device: Device, most: int) -> LengthArrays:

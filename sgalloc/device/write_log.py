@@ -180,8 +180,14 @@ def write_and_note(
         requests: how many it is for.
         runs, ids, after, side: as `Device.write`.
     """
-    device.rejoin(device.write(runs, ids, None, after, side))
+    device.write_here(runs, ids, after, side)
     note_call(device.log, version, what, requests, runs, ids, side)
+
+
+def unmap_and_note(device: Device, version: int, what: str, side: SideWrite) -> None:
+    """`Device.unmap`, noted. See `write_and_note`."""
+    device.unmap(side)
+    note_call(device.log, version, what, 0, None, None, side)
 
 
 def note_call(

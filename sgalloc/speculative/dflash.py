@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from sgalloc.allocator import KVAllocator
-from sgalloc.device.lengths import LengthArrays, open_lengths
+from sgalloc.device import Writer
+from sgalloc.device.lengths import LengthArrays, Together, open_lengths
 from sgalloc.errors import AllocError
 from sgalloc.inputs import Int64, counts, shown, whole_number
 from sgalloc.ledger import Batch
@@ -101,9 +102,9 @@ class Lengths:
             alloc._count(refusal)
             raise
 
-    def _write(self, plan: Plan, after: Any) -> Any:
-        """Write the lengths of an applied plan; the event behind which they can be read."""
-        return self._arrays.write(plan.cur, plan.nxt, plan.start, after)
+    def _through(self, plan: Plan, device: Writer, after: Any) -> Writer:
+        """Who writes the lengths of ``plan`` together with the table."""
+        return Together(device, self._arrays, plan.cur, plan.nxt, plan.start, after)
 
 
 def prepare_for_decode(
@@ -145,14 +146,17 @@ def prepare_for_decode(
         if not isinstance(lengths, Lengths):
             raise TypeError(f"lengths must be Lengths, got {shown(lengths)}: make dflash.Lengths")
         lengths._take(alloc, n)
-    plan = prepared(alloc, batch, tokens, out, after)
-    ready = plan.ready if lengths is None else lengths._write(plan, after)
+    through = None
+    if lengths is not None:
+        own = lengths
+        through = lambda plan, device: own._through(plan, device, after)  # noqa: E731
+    plan = prepared(alloc, batch, tokens, out, after, through)
     return DflashStep(
         plan.cur,
         plan.nxt,
         tokens_between(plan),
         longest(plan),
-        ready,
+        plan.ready,
         plan,
         plan.start,
         int(plan.start.sum()),

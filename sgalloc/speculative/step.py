@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sgalloc.allocator import KVAllocator
+from sgalloc.device import Writer
 from sgalloc.inputs import shown
 from sgalloc.plan import Plan
 from sgalloc.sizing import SpecConfig, alloc_reserve_per_decode
@@ -36,14 +37,25 @@ def asked(alloc: KVAllocator, spec: SpecConfig, algorithms: Sequence[str], reser
     return alloc_reserve_per_decode(spec, alloc.page_size) if reserve is None else reserve
 
 
-def prepared(alloc: KVAllocator, batch: Any, reserve: Any, out: Any, after: Any) -> Plan:
+def prepared(
+    alloc: KVAllocator,
+    batch: Any,
+    reserve: Any,
+    out: Any,
+    after: Any,
+    through: Callable[[Plan, Writer], Writer] | None = None,
+) -> Plan:
     """The applied plan of a decode step: one plan, which also lets go what left the window.
+
+    ``through`` makes, of the plan and the device, who writes in its place.
 
     Raises:
         RowTooNarrow, OutOfPages: it does not fit; nothing was evicted and no step counted.
     """
     evict = alloc.has_window
-    return alloc._reserve(batch, reserve, out, after, evict=evict, counts_step=True)
+    return alloc._reserve(
+        batch, reserve, out, after, evict=evict, counts_step=True, through=through
+    )
 
 
 def tokens_between(plan: Plan) -> int:

@@ -117,6 +117,7 @@ _VERBS: tuple[tuple[Any, ...], ...] = (
             Argument("rounds_from", None),
             Argument("evict", Form.FLAG, False),
             Argument("counts_step", Form.FLAG, False),
+            Argument("through", None),
         ),
         Form.NUMBER,
         _new_pages,
