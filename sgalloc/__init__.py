@@ -18,6 +18,7 @@ from sgalloc.contiguity import Runs
 from sgalloc.errors import (
     AllocError,
     CommitPastExtent,
+    DeviceFailed,
     InsideSharedPage,
     LawViolation,
     MirrorDiverged,
@@ -42,6 +43,7 @@ __all__ = [
     "AllocError",
     "Batch",
     "CommitPastExtent",
+    "DeviceFailed",
     "InsideSharedPage",
     "JournalError",
     "KVAllocator",

@@ -457,7 +457,7 @@ class KVAllocator(Receiving):
             rows, start, cur = self._ledger.holding(x)
             tokens = _operand(reserve, rows.size, "reserve")
             self._core.settle()
-            writer = None
+            writer: Writer | None = None
             if rows.size >= rounds_from and out is None:
                 writer = growing.round_on_device(self._core, rows, start, cur, tokens, after)
             steps = rows if counts_step else None

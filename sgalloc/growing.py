@@ -9,6 +9,7 @@ import numpy as np
 from sgalloc.core import Core, pages_of
 from sgalloc.device import Writer
 from sgalloc.device.write_log import ALONG, LISTED, Along
+from sgalloc.errors import DeviceFailed
 from sgalloc.groups import NO_PAGES, clearing, joined
 from sgalloc.inputs import Int64
 from sgalloc.pages import CACHED, Int32
@@ -39,25 +40,29 @@ def apply(core: Core, plan: Plan, out: Any, after: Any, writer: Writer | None = 
         gather = Gather(plan.rows, plan.start, plan.stop, size, target, plan.growing)
     growth, part = plan.growth, plan.side
     committing, decoding = plan.committing, plan.decoding
-    if part is not None and not (growth is None and part.idle):
-        _apply_both(core, plan, gather, after, device)
-    elif growth is None:
-        plan.ready = device.write(None, None, gather, after)
-    else:
-        victims, leaving = [], None
-        total = growth.total
-        if total > pool.free:
-            victims = core.victims(total)
-            leaving = np.concatenate([victim.pages for victim in victims])
-        ids = pool.peek(total, leaving)
-        plan.ready = device.write(growth, ids, gather, after)
-        core.note((plan.version, plan.rows, committing, decoding, ids, None))
-        if total > LISTED:
-            core.log.noted_much()
-        if leaving is not None:
-            core.evict(victims, leaving)
-        pool.take(ids, growth.page_rows())
-        ledger.grow(growth.rows, growth.where, ids, plan.extents)
+    try:
+        if part is not None and not (growth is None and part.idle):
+            _apply_both(core, plan, gather, after, device)
+        elif growth is None:
+            plan.ready = device.write(None, None, gather, after)
+        else:
+            victims, leaving = [], None
+            total = growth.total
+            if total > pool.free:
+                victims = core.victims(total)
+                leaving = np.concatenate([victim.pages for victim in victims])
+            ids = pool.peek(total, leaving)
+            plan.ready = device.write(growth, ids, gather, after)
+            core.note((plan.version, plan.rows, committing, decoding, ids, None))
+            if total > LISTED:
+                core.log.noted_much()
+            if leaving is not None:
+                core.evict(victims, leaving)
+            pool.take(ids, growth.page_rows())
+            ledger.grow(growth.rows, growth.where, ids, plan.extents)
+    except DeviceFailed as failure:
+        failure.of_plan(plan.version)
+        raise
     if committing is not None:
         ledger.commit_to(committing, plan.stop[: committing.size])
     if decoding is not None:

@@ -23,6 +23,7 @@ _ROOMS = (
     "cuda",
     "cuda_digest",
     "cuda_lengths",
+    "failing",
     "layout",
     "order",
     "scan",
@@ -412,6 +413,12 @@ def _modules(state: Cuda) -> dict[str, Any]:
     cuda.__path__ = []
     cuda.runtime, cuda.stream, cuda.Stream = runtime, stream_module, Stream
     cuda.Device, cuda.PinnedMemory, cuda.Event = Device, PinnedMemory, Event
+    cuda.driver, cuda.memory = (
+        types.ModuleType("cupy.cuda.driver"),
+        types.ModuleType("cupy.cuda.memory"),
+    )
+    cuda.driver.CUDADriverError = type("CUDADriverError", (RuntimeError,), {})
+    cuda.memory.OutOfMemoryError = type("OutOfMemoryError", (MemoryError,), {})
     cupy: Any = types.ModuleType("cupy")
     cupy.__path__ = []
     cupy.cuda, cupy.RawModule = cuda, RawModule
@@ -428,6 +435,8 @@ def _modules(state: Cuda) -> dict[str, Any]:
         "cupy.cuda": cuda,
         "cupy.cuda.runtime": runtime,
         "cupy.cuda.stream": stream_module,
+        "cupy.cuda.driver": cuda.driver,
+        "cupy.cuda.memory": cuda.memory,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 import cupy
@@ -10,8 +10,8 @@ import numpy as np
 from cupy.cuda import runtime
 
 from sgalloc.device.exported import Exported
+from sgalloc.device.failing import Failing, telling
 from sgalloc.device.kernels import THREADS, Geometry, kernel
-from sgalloc.device.order import StreamOrder
 from sgalloc.device.ready import Done
 from sgalloc.device.scan import Scan
 from sgalloc.device.staging import HEADER_BYTES, Ring, Slot
@@ -24,10 +24,9 @@ _HOST_TO_DEVICE = 1
 _LARGE_SLOTS, _LARGE_CAP = 2, 8
 
 
-class Batched(ABC):
+class Batched(Failing):
     """What a CUDA device does through slots that are copied to it before a kernel reads them."""
 
-    index: int
     geometry: Geometry
     launches: int
     copies: int
@@ -35,9 +34,9 @@ class Batched(ABC):
     _page_size: int
     _row_width: int
     _table: Any
-    _order: StreamOrder
     _scan: Scan | None
     _last: Ready | None
+    _small: Ring | None
     _large: Ring | None
     _large_bytes: int
 
@@ -52,9 +51,13 @@ class Batched(ABC):
         return HEADER_BYTES + 4 * pages + 32 * self._max_requests + runs + 64
 
     def _grow_large(self, size: int) -> None:
-        old = self._large
+        old, before = self._large, self._large_bytes
         self._large_bytes = 1 << (size - 1).bit_length()
-        self._large = Ring(self._make_large, _LARGE_SLOTS, _LARGE_CAP, self._waits)
+        try:
+            self._large = Ring(self._make_large, _LARGE_SLOTS, _LARGE_CAP, self._waits)
+        except BaseException:
+            self._large_bytes = before
+            raise
         if old is not None:
             # Work may still read the smaller slots, so they live as long as the ring does.
             self._large.retired = old
@@ -91,6 +94,7 @@ class Batched(ABC):
 
     # -- rounding --------------------------------------------------------------------------
 
+    @telling("rounding reserves on the device")
     def write_watermarks(
         self,
         rows: Int64,
@@ -115,7 +119,7 @@ class Batched(ABC):
         each = reserve.ndim > 0
         size = HEADER_BYTES + 4 * (n * (4 if each else 3) + ids.size) + 64
         with current_device(self.index):
-            if self._large is None:
+            if self._scan is None:
                 self.warm()
             if size > self._large_bytes:
                 return None
@@ -126,52 +130,61 @@ class Batched(ABC):
             slot = self._large.take()
             columns: list[Any] = [rows, committed, allocated, *([reserve] if each else []), ids]
             places, stop = _lay_out(slot, columns)
-            self._send(slot, HEADER_BYTES, stop, stream)
             tile = self.geometry.tile_requests(n, -(-ids.size // n))
             tiles = -(-n // tile)
-            words, ticket, taken, epoch = self._scan.begin(stream)
-            kernel("page_watermarks", self.index)(
-                (tiles,),
-                (THREADS,),
-                (
-                    *self.geometry.arguments,
-                    np.int32(self.geometry.marking_tile),
-                    np.int32(tile),
-                    np.int32(n),
-                    places[0],
-                    places[1],
-                    places[2],
-                    places[3] if each else 0,
-                    np.int32(0 if each else int(reserve)),
-                    places[-1],
-                    words,
-                    ticket,
-                    np.uint32(taken),
-                    np.uint32(epoch),
-                ),
-                0,
-                Handle(stream),
-            )
-            self._scan.launched(tiles)
-            self.launches += 1
-            slot.hold(stream)
+            launched = False
+            try:
+                self._send(slot, HEADER_BYTES, stop, stream)
+                words, ticket, taken, epoch = self._scan.begin(stream)
+                kernel("page_watermarks", self.index)(
+                    (tiles,),
+                    (THREADS,),
+                    (
+                        *self.geometry.arguments,
+                        np.int32(self.geometry.marking_tile),
+                        np.int32(tile),
+                        np.int32(n),
+                        places[0],
+                        places[1],
+                        places[2],
+                        places[3] if each else 0,
+                        np.int32(0 if each else int(reserve)),
+                        places[-1],
+                        words,
+                        ticket,
+                        np.uint32(taken),
+                        np.uint32(epoch),
+                    ),
+                    0,
+                    Handle(stream),
+                )
+                self._scan.launched(tiles)
+                self.launches += 1
+                launched = True
+                slot.hold(stream)
+            except BaseException as error:
+                self._guard(slot, stream if launched else self._order.copying, error, launched)
+                raise
+            self._wrote = rows
             self._last = slot.ready
             self._order.leave(stream, slot.event)
             return slot.ready
 
     # -- exports ---------------------------------------------------------------------------
 
+    @telling("making arrays for page tables")
     def empty(self, *shape: int) -> Any:
         """A new int32 CuPy array of zeros."""
         with cupy.cuda.Device(self.index):
             return cupy.zeros(shape, cupy.int32)
 
+    @telling("exporting page tables")
     def export(self, rows: Int64, indptr: Int64, lengths: Int64, into: Exported) -> Ready | Done:
         """Write the page ids of ``rows`` from the table into ``into``. See `Device.export`."""
         n = rows.size
         size = HEADER_BYTES + 4 * (3 * n + 1) + 64
         with current_device(self.index):
-            if self._large is None:
+            if self._small is None:
                 self.warm()
             stream, _, quiet = self._order.enter(None)
             if quiet:
@@ -182,30 +195,36 @@ class Batched(ABC):
             assert self._large is not None
             slot = self._large.take()
             places, stop = _lay_out(slot, [rows, indptr, lengths])
-            self._send(slot, HEADER_BYTES, stop, stream)
-            width = into.page_table.shape[1]
-            kernel("export_pages", self.index)(
-                (min(max(1, -(-max(n * width, n + 1) // THREADS)), 8 * self.geometry.sms),),
-                (THREADS,),
-                (
-                    self._table.data.ptr,
-                    np.int64(self._row_width),
-                    np.int32(self._page_size),
-                    np.int32(n),
-                    places[0],
-                    places[1],
-                    places[2],
-                    into.page_table.data.ptr,
-                    np.int32(width),
-                    into.indices.data.ptr,
-                    into.indptr.data.ptr,
-                    into.last_page_len.data.ptr,
-                ),
-                0,
-                Handle(stream),
-            )
-            self.launches += 1
-            slot.hold(stream)
+            launched = False
+            try:
+                self._send(slot, HEADER_BYTES, stop, stream)
+                width = into.page_table.shape[1]
+                kernel("export_pages", self.index)(
+                    (min(max(1, -(-max(n * width, n + 1) // THREADS)), 8 * self.geometry.sms),),
+                    (THREADS,),
+                    (
+                        self._table.data.ptr,
+                        np.int64(self._row_width),
+                        np.int32(self._page_size),
+                        np.int32(n),
+                        places[0],
+                        places[1],
+                        places[2],
+                        into.page_table.data.ptr,
+                        np.int32(width),
+                        into.indices.data.ptr,
+                        into.indptr.data.ptr,
+                        into.last_page_len.data.ptr,
+                    ),
+                    0,
+                    Handle(stream),
+                )
+                self.launches += 1
+                launched = True
+                slot.hold(stream)
+            except BaseException as error:
+                self._guard(slot, stream if launched else self._order.copying, error, launched)
+                raise
             self._order.leave(stream, slot.event)
             return slot.ready
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from sgalloc.device.failing import FAILURES
 from sgalloc.device.kernels import THREADS, Geometry, kernel
 from sgalloc.device.layout import NO_SIDE, SideAddresses, fill
 from sgalloc.device.ready import DONE, Done
@@ -40,7 +42,9 @@ class CapturedUpdate(Unpicklable):
         apply: Any,
         max_pages: int,
         side: SideAddresses = NO_SIDE,
+        failed: Callable[[Exception, str], Exception] | None = None,
     ) -> None:
+        self._failed = failed
         self._side = side
         # A step may clear as many pages of the second group as it takes.
         self._max_beside = 2 * max_pages if side != NO_SIDE else 0
@@ -71,8 +75,19 @@ class CapturedUpdate(Unpicklable):
         """Put the launch on ``stream`` (the current one if None), which is being captured.
 
         Outside of a capture it applies one staged step at once.
+
+        Raises:
+            DeviceFailed: CUDA refuses it.
         """
         check_process(self._process)
+        try:
+            self._launch(stream)
+        except FAILURES as error:
+            if self._failed is None:
+                raise
+            raise self._failed(error, "launching an update for a graph") from error
+
+    def _launch(self, stream: Any) -> None:
         pointer = current_stream(self._device) if stream is None else stream_pointer(stream)
         geometry = self._geometry
         tile = geometry.tile_for(self._max_pages)
@@ -106,6 +121,11 @@ class CapturedUpdate(Unpicklable):
                 f"{self._max_pages}: make one with a larger max_pages"
             )
         self._apply(plan, self)
+
+    def lose(self, refuse: Any) -> None:
+        """The device is lost: ``refuse`` what would be launched or staged."""
+        for name in ("launch", "write"):
+            setattr(self, name, refuse)
 
     def unwritten(self) -> list[Int64]:
         """Places in the page lists that staged steps write and no replay has written, by step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import cupy
@@ -14,6 +15,7 @@ from sgalloc.device.batched import Batched
 from sgalloc.device.captured import CapturedUpdate
 from sgalloc.device.cuda_digest import Digests, captured
 from sgalloc.device.exported import SideTables
+from sgalloc.device.failing import FAILURES, telling, told
 from sgalloc.device.kernels import THREADS, Geometry, kernel
 from sgalloc.device.layout import (
     NO_SIDE,
@@ -34,7 +36,7 @@ from sgalloc.device.ready import DONE, Done
 from sgalloc.device.row_digest import Pending, Ranges
 from sgalloc.device.scan import Scan
 from sgalloc.device.staging import HEADER_BYTES, Ring, Slot, Spare
-from sgalloc.device.streams import Handle, Ready, current_device, event_pointer, new_stream
+from sgalloc.device.streams import Handle, Ready, current_device, new_stream
 from sgalloc.device.write_log import WriteLog
 from sgalloc.errors import WrongState
 from sgalloc.inputs import Int64
@@ -168,6 +170,7 @@ class CudaDevice(Batched):
         """A host copy of the map, behind everything written so far; for checks alone."""
         return self._read(self._side_map, None)
 
+    @telling("reading a table back")
     def _read(self, array: Any, rows: Int64 | None) -> Int32:
         with cupy.cuda.Device(self.index):
             runtime.deviceSynchronize()
@@ -176,12 +179,14 @@ class CudaDevice(Batched):
 
     # -- digests ---------------------------------------------------------------------------
 
+    @telling("waiting for replays")
     def finish_replays(self) -> None:
         """Wait for the GPU, if a launch was ever put into a graph. See `Device`."""
         if self.updates or (self._spare is not None and self._spare.taken):
             with current_device(self.index):
                 runtime.deviceSynchronize()
 
+    @telling("hashing the tables")
     def digest(self, ranges: Ranges) -> Pending:
         """Hash ``ranges`` behind all that was written; the host goes on. See `Device.digest`."""
         if self._digests is None:
@@ -193,6 +198,7 @@ class CudaDevice(Batched):
 
     # -- set-up ----------------------------------------------------------------------------
 
+    @telling("warming up")
     def warm(self, max_pages: int | None = None) -> None:
         """Compile, allocate pinned and device memory, and capture the graphs.
 
@@ -202,11 +208,12 @@ class CudaDevice(Batched):
         """
         with cupy.cuda.Device(self.index):
             wanted = self._bytes_for(DEFAULT_MAX_PAGES if max_pages is None else max_pages)
-            if self._small is None:
-                self._small = Ring(self._make_small, _SMALL_SLOTS, _SMALL_CAP, self._waits)
-                self._spare = Spare(self._make_small, _SPARE_SLOTS)
-                self._scan = Scan(self._max_requests)
-                self._digests = Digests(self, self._order, self._mapped_bytes == 0)
+            small, spare, scan, digests = self._small, self._spare, self._scan, self._digests
+            if small is None:
+                small = Ring(self._make_small, _SMALL_SLOTS, _SMALL_CAP, self._waits)
+                spare = Spare(self._make_small, _SPARE_SLOTS)
+                scan = Scan(self._max_requests)
+                digests = Digests(self, self._order, self._mapped_bytes == 0)
                 names = ["page_watermarks", "export_pages", "assign_pages", "replay_pages"]
                 names.append("row_digest")
                 names += _BOTH if self._side != NO_SIDE else []
@@ -214,6 +221,9 @@ class CudaDevice(Batched):
                     kernel(name, self.index)
             if wanted > self._large_bytes:
                 self._grow_large(wanted)
+            # All of it or none: what is there is taken for whole.
+            self._small, self._spare, self._scan = small, spare, scan
+            self._digests = digests
             runtime.deviceSynchronize()
 
     def _make_small(self, captured: bool) -> Slot:
@@ -226,7 +236,12 @@ class CudaDevice(Batched):
             kinds += [(0, True), (SMALL_GATHERED, True)] if self._side != NO_SIDE else []
             for gathered, both in kinds:
                 stream.begin_capture(_RELAXED)
-                self._launch_small(slot.ptr, SMALL_PAGES, gathered, stream.ptr, both)
+                try:
+                    self._launch_small(slot.ptr, SMALL_PAGES, gathered, stream.ptr, both)
+                except BaseException:
+                    with suppress(*FAILURES):
+                        stream.end_capture()
+                    raise
                 graphs.append(stream.end_capture())
                 self.launches -= 1
             slot.graphs = tuple(graphs)
@@ -245,43 +260,53 @@ class CudaDevice(Batched):
         """One launch: pages into the table, then the gather. See `Device.write`."""
         if gather is not None and not gather.size:
             gather = None
-        before = runtime.getDevice()
-        if before != self.index:
-            runtime.setDevice(self.index)
         try:
-            if pages is None and gather is None and side is None:
-                if after is not None:
-                    self._order.wait(after)
-                return self._last or DONE
-            # What `slots` asks for is read where it is asked, by a caller who gets no event.
-            asked_here = gather is not None and gather.growing is None
-            stream, capturing, quiet = self._order.enter(after, asked_here)
-            if self._small is None:
-                if quiet:
-                    self._order.come_back()
-                    raise WrongState("call alloc.warm() before a verb while a stream is captured")
-                self.warm()
-            plain = gather is None and side is None and not quiet
-            if plain and pages.total <= self._mapped_pages:  # type: ignore[union-attr]
-                return self._write_small(pages, ids, stream)  # type: ignore[arg-type]
-            try:
-                slot = self._stage(pages, ids, gather, stream, quiet, side)
-            except WrongState:
-                self._order.come_back()
-                raise
-            slot.hold(stream)
-            # An event of a capture means nothing outside of it.
-            if capturing:
-                ready = Ready(slot.event, self.index, True)
-            else:
-                ready = self._last = slot.ready
-                self._order.leave(stream, slot.event)
-            if asked_here:
-                self._order.rejoin(slot.event, capturing)
-            return ready
-        finally:
+            before = runtime.getDevice()
             if before != self.index:
-                runtime.setDevice(before)
+                runtime.setDevice(self.index)
+            try:
+                if pages is None and gather is None and side is None:
+                    if after is not None:
+                        self._order.wait(after)
+                    return self._last or DONE
+                # What `slots` asks for is read where it is asked, by a caller who gets no event.
+                asked_here = gather is not None and gather.growing is None
+                stream, capturing, quiet = self._order.enter(after, asked_here)
+                if self._small is None:
+                    if quiet:
+                        self._order.come_back()
+                        raise WrongState(
+                            "call alloc.warm() before a verb while a stream is captured"
+                        )
+                    self.warm()
+                plain = gather is None and side is None and not quiet
+                if plain and pages.total <= self._mapped_pages:  # type: ignore[union-attr]
+                    return self._write_small(pages, ids, stream)  # type: ignore[arg-type]
+                try:
+                    slot = self._stage(pages, ids, gather, stream, quiet, side)
+                except WrongState:
+                    self._order.come_back()
+                    raise
+                try:
+                    slot.hold(stream)
+                except BaseException as error:
+                    self._guard(slot, stream, error, True)
+                    raise
+                self._wrote = (pages, gather, side)
+                # An event of a capture means nothing outside of it.
+                if capturing:
+                    ready = Ready(slot.event, self.index, True)
+                else:
+                    ready = self._last = slot.ready
+                    self._order.leave(stream, slot.event)
+                if asked_here:
+                    self._order.rejoin(slot.event, capturing)
+                return ready
+            finally:
+                if before != self.index:
+                    runtime.setDevice(before)
+        except FAILURES as error:
+            raise self._failed(error, told(pages, gather, side)) from error
 
     def _write_small(self, pages: Segments, ids: Int32, stream: int) -> Ready:
         """The step of a decode loop: pages alone, few enough to be read from mapped memory."""
@@ -292,7 +317,12 @@ class CudaDevice(Batched):
             self.launches += 1
         else:
             self._launch_small(slot.ptr, pages.total, 0, stream)
-        slot.hold(stream)
+        try:
+            slot.hold(stream)
+        except BaseException as error:
+            self._guard(slot, stream, error, True)
+            raise
+        self._wrote = pages
         self._last = slot.ready
         self._order.leave(stream, slot.event)
         return slot.ready
@@ -336,6 +366,8 @@ class CudaDevice(Batched):
                 self._launch_small(slot.ptr, total, work, stream, side is not None)
             else:
                 self._launch_small(slot.ptr, max(total, beside), 0, stream, side is not None)
+            if quiet:
+                self._spare.keep()
             return slot
         runs = 0 if pages is None else pages.rows.size
         tile = self.geometry.tile_for(total)
@@ -345,6 +377,7 @@ class CudaDevice(Batched):
             slot = self._spare.take(size)
             self._fill(slot, pages, ids, gather, uniform, self.row_pages, 0, side, self._side)
             self._launch_step(slot.ptr, total, work, stream, side is not None)
+            self._spare.keep()
             return slot
         if total > runs:
             size += 4 * (-(-total // tile) + 1)
@@ -352,8 +385,12 @@ class CudaDevice(Batched):
             self._grow_large(size)
         slot = self._large.take()
         used = self._fill(slot, pages, ids, gather, uniform, self.row_pages, tile, side, self._side)
-        self._send(slot, 0, used, stream)
-        self._launch_step(slot.target, total, work, stream, side is not None)
+        try:
+            self._send(slot, 0, used, stream)
+            self._launch_step(slot.target, total, work, stream, side is not None)
+        except BaseException as error:
+            self._guard(slot, self._order.copying, error, False)
+            raise
         return slot
 
     def _work(self, slots: int, beside: int) -> int:
@@ -392,13 +429,20 @@ class CudaDevice(Batched):
         )
         self.launches += 1
 
+    @telling("making an update for a graph")
     def captured(self, apply: Any, max_pages: int) -> CapturedUpdate:
         """An update to put into a graph of the caller's; ``apply(plan, writer)`` runs a plan."""
         with cupy.cuda.Device(self.index):
             if self._small is None:
                 self.warm()
             update = CapturedUpdate(
-                self.index, self.geometry, self.row_pages, apply, max_pages, self._side
+                self.index,
+                self.geometry,
+                self.row_pages,
+                apply,
+                max_pages,
+                self._side,
+                self._failed,
             )
         self.updates.append(weakref.ref(update, self.updates.remove))
         return update
@@ -410,6 +454,7 @@ class CudaDevice(Batched):
 
     # -- gathers -----------------------------------------------------------------------------
 
+    @telling("making room for slots")
     def gather(self, rows: Int64, start: Int64, stop: Int64) -> Any:
         """The slots of positions ``[start, stop)`` of each row, flat, a new int32 CuPy array."""
         size = int((stop - start).sum())
@@ -419,6 +464,7 @@ class CudaDevice(Batched):
         self.write(None, None, Gather(rows, start, stop, size, out, None), None)
         return slots
 
+    @telling("looking at out=")
     def checked_out(self, out: Any, size: int) -> Out:
         """The caller's array, if it is a flat int32 or int64 array on this GPU of ``size``.
 
@@ -444,34 +490,6 @@ class CudaDevice(Batched):
         if size and runtime.pointerGetAttributes(pointer).device != self.index:
             raise ValueError(f"out lies on another GPU than {self.name}: allocate it there")
         return Out(pointer, kind == "<i8")
-
-    # -- events ------------------------------------------------------------------------------
-
-    def waitable(self, after: Any) -> Any:
-        """``after``, if it is a CUDA event, for which a stream can wait; None if it is not."""
-        raw = isinstance(after, int) or hasattr(after, "ptr") or hasattr(after, "cuda_event")
-        return after if raw else None
-
-    def event(self, after: Any) -> Any:
-        """A raw CUDA event (a handle, or an object with one) as something that can be polled.
-
-        Raises:
-            TypeError: neither a CUDA event nor anything with ``query()`` or ``done``.
-        """
-        if callable(getattr(after, "query", None)) or hasattr(after, "done"):
-            return after
-        return Ready(event_pointer(after), self.index)
-
-    def rejoin(self, ready: Ready | Done) -> None:
-        """Let a capture that a write was drawn into end. See `Device.rejoin`."""
-        if isinstance(ready, Ready) and ready.captured:
-            with current_device(self.index):
-                self._order.rejoin(ready.ptr, True)
-
-    def capturing(self) -> bool:
-        """Whether a capture is under way, in which no event may be polled."""
-        with current_device(self.index):
-            return self._order.capturing()
 
     # -- counters --------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any
 import cupy
 from cupy.cuda import runtime
 
+from sgalloc.device.failing import FAILURES
 from sgalloc.device.staging import Ring, Slot
 from sgalloc.device.streams import Ready, current_device
 from sgalloc.errors import WrongState
@@ -27,6 +28,8 @@ class CudaLengths:
     pinned memory waits for the GPU.
     """
 
+    can_fail = True
+
     def __init__(self, device: Any, most: int) -> None:
         self._device = device
         self._order = device._order
@@ -38,7 +41,7 @@ class CudaLengths:
             self.nxt: Any = cupy.zeros(most, cupy.int32)
             self.seq_lens: Any = cupy.zeros(most, cupy.int64)
             self._room = min(_FIRST, most)
-            self._ring = self._make_ring()
+            self._ring = self._make_ring(self._room)
             # What was queued for other streams must not come after the first copy.
             runtime.deviceSynchronize()
         self._slot: Slot | None = None
@@ -55,13 +58,21 @@ class CudaLengths:
         Raises:
             WrongState: a stream is being captured: a replay would read what is overwritten.
         """
+        try:
+            self._take(n)
+        except FAILURES as error:
+            raise self._device._failed(error, f"making room for {n} lengths") from error
+
+    def _take(self, n: int) -> None:
         with current_device(self._index):
             if self._order.capturing():
                 raise WrongState("prepare lengths before the capture; their addresses stay")
             if n > self._room:
-                while self._room < n:
-                    self._room = min(2 * self._room, self._most)
-                old, self._ring = self._ring, self._make_ring()
+                room = self._room
+                while room < n:
+                    room = min(2 * room, self._most)
+                old, self._ring = self._ring, self._make_ring(room)
+                self._room = room
                 # Copies may still read the smaller buffers, so these live as long as the rest.
                 self._ring.retired = old
                 self._grows += old.grows + 1
@@ -76,21 +87,30 @@ class CudaLengths:
         slot.longs[:n] = committed
         slot.ints[2 * room : 2 * room + n] = cur
         slot.ints[3 * room : 3 * room + n] = nxt
-        with current_device(self._index):
-            stream, _, _ = self._order.enter(after)
-            if n:
-                for array, at, size in (
-                    (self.seq_lens, 0, 8 * n),
-                    (self.cur, 8 * room, 4 * n),
-                    (self.nxt, 12 * room, 4 * n),
-                ):
-                    source = slot.ptr + at
-                    runtime.memcpyAsync(array.data.ptr, source, size, _HOST_TO_DEVICE, stream)
-            slot.hold(stream)
-            self._order.leave(stream, slot.event)
+        try:
+            with current_device(self._index):
+                stream, _, _ = self._order.enter(after)
+                try:
+                    for array, at, size in (
+                        (self.seq_lens, 0, 8 * n),
+                        (self.cur, 8 * room, 4 * n),
+                        (self.nxt, 12 * room, 4 * n),
+                    ):
+                        if n:
+                            to, source = array.data.ptr, slot.ptr + at
+                            runtime.memcpyAsync(to, source, size, _HOST_TO_DEVICE, stream)
+                    slot.hold(stream)
+                except BaseException as error:
+                    self._device._guard(slot, stream, error, False)
+                    raise
+                self._order.leave(stream, slot.event)
+        except FAILURES as error:
+            raise self._device._failed(error, f"copying the lengths of {n} requests") from error
         self._slot = None
+        # A step that writes nothing is ready when its lengths are.
+        self._device._last = slot.ready
         return slot.ready
 
-    def _make_ring(self) -> Ring:
-        size = _BYTES * self._room
+    def _make_ring(self, room: int) -> Ring:
+        size = _BYTES * room
         return Ring(lambda _: Slot(size, False, self._index), _BUFFERS, _CAP)

@@ -29,6 +29,7 @@ class StreamOrder:
         copies: the stream that copies go to, as CuPy's object: the allocator's own one where it
             has that, else one for copies alone.
         copying: its handle.
+        between: an event that is recorded on streams to be waited for.
     """
 
     def __init__(self, device: int, stream: Any, reader: Any) -> None:
@@ -48,7 +49,7 @@ class StreamOrder:
         self.copying = int(self.copies.ptr)
         self._kept_reader = reader
         self._reader = None if reader is None else stream_pointer(reader)
-        self._between = new_event()
+        self.between = new_event()
         self._last_stream = -1
         self._last_event = 0
 
@@ -92,6 +93,11 @@ class StreamOrder:
         if stream != self._last_stream and self._last_event and not capturing:
             runtime.streamWaitEvent(stream, self._last_event)
         return stream, capturing, quiet
+
+    def lose(self, refuse: Any) -> None:
+        """The device is lost: ``refuse`` whatever would ask CUDA for a stream."""
+        for name in ("enter", "capturing", "rejoin", "come_back", "wait"):
+            setattr(self, name, refuse)
 
     def capturing(self) -> bool:
         """Whether a capture is under way on the stream that is current, or on the own one."""
@@ -138,5 +144,5 @@ class StreamOrder:
 
     def _behind(self, stream: int, reader: int) -> None:
         if reader != stream:
-            runtime.eventRecord(self._between, reader)
-            runtime.streamWaitEvent(stream, self._between)
+            runtime.eventRecord(self.between, reader)
+            runtime.streamWaitEvent(stream, self.between)

@@ -184,7 +184,7 @@ class Spare:
     """Slots set aside for launches under capture, which are never reused.
 
     A captured launch reads its slot at every replay, and under capture nothing may be
-    allocated or polled.
+    allocated or polled. One whose launch failed is as good as it was: it is `keep` that uses it up.
     """
 
     def __init__(self, make: Callable[[bool], Slot], count: int) -> None:
@@ -197,7 +197,7 @@ class Spare:
         return len(self._kept)
 
     def take(self, size: int) -> Slot:
-        """A slot for good.
+        """The next slot, which is the caller's for good once it says `keep`.
 
         Raises:
             WrongState: none is left, or the step needs more than ``size`` bytes.
@@ -218,6 +218,8 @@ class Spare:
                 f"{reason}: put alloc.captured(max_pages) into the graph instead, "
                 "and stage() plans for it"
             )
-        slot = self._slots.pop()
-        self._kept.append(slot)
-        return slot
+        return self._slots[-1]
+
+    def keep(self) -> None:
+        """The slot just taken was launched on."""
+        self._kept.append(self._slots.pop())

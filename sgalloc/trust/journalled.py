@@ -16,7 +16,7 @@ import numpy as np
 from sgalloc._version import __version__
 from sgalloc.compacting import read_accepted
 from sgalloc.core import Core
-from sgalloc.errors import AllocError, LawViolation, StalePlan, WrongState
+from sgalloc.errors import AllocError, DeviceFailed, LawViolation, StalePlan, WrongState
 from sgalloc.inputs import Int64, int64_array, token_counts, token_sequences
 from sgalloc.ledger import Batch, names_one
 from sgalloc.plan import Plan
@@ -283,7 +283,7 @@ class Journalled:
 
     def _decided_by_the_ledger(self, verb: Verb, refusal: BaseException) -> bool:
         """Whether a run again on a CPU, without ``out`` and events, has to be refused, too."""
-        if not isinstance(refusal, AllocError) or isinstance(refusal, LawViolation):
+        if not isinstance(refusal, AllocError) or isinstance(refusal, LawViolation | DeviceFailed):
             return False
         if verb.name == "apply" and type(refusal) is StalePlan:
             return False  # which plan it was cannot be told by its parts
