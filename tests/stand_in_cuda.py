@@ -326,6 +326,7 @@ def _modules(state: Cuda) -> dict[str, Any]:
     runtime.eventQuery = runtime.eventSynchronize = lambda _: 0
     runtime.eventElapsedTime = lambda a, b: 1e3 * (state.events[b] - state.events[a])
     runtime.streamWaitEvent = lambda stream, event, flags=0: None
+    runtime.pointerGetAttributes = lambda _: types.SimpleNamespace(device=0)
     runtime.streamIsCapturing = lambda stream: stream in state.capturing
     runtime.graphLaunch = state.launch
     runtime.memcpyAsync = lambda to, source, size, kind, stream: state.put(
@@ -421,7 +422,7 @@ def _modules(state: Cuda) -> dict[str, Any]:
     cuda.memory.OutOfMemoryError = type("OutOfMemoryError", (MemoryError,), {})
     cupy: Any = types.ModuleType("cupy")
     cupy.__path__ = []
-    cupy.cuda, cupy.RawModule = cuda, RawModule
+    cupy.cuda, cupy.RawModule, cupy.Function = cuda, RawModule, Function
     cupy.RawKernel = lambda code, name: Function(name)
     for name in ("int32", "int64", "uint8", "uint32", "uint64"):
         setattr(cupy, name, getattr(np, name))

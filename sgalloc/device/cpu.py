@@ -128,7 +128,7 @@ class CpuDevice:
         if side is not None:
             self._write_side(side)
         if gather is not None:
-            gather.out[:] = self.gather(gather.rows, gather.start, gather.stop)
+            gather.out[:] = self._gathered(gather.rows, gather.start, gather.stop)
         return DONE
 
     def _write_side(self, side: SideWrite) -> None:
@@ -204,6 +204,9 @@ class CpuDevice:
 
     def gather(self, rows: Int64, start: Int64, stop: Int64) -> Int32:
         """The slots of positions ``[start, stop)`` of each row, flat, int32."""
+        return self._gathered(rows, start, stop)
+
+    def _gathered(self, rows: Int64, start: Int64, stop: Int64) -> Int32:
         where = spread(rows * self._row_width + start, stop - start)
         return self._table.reshape(-1).take(where)
 
