@@ -318,7 +318,6 @@ def _modules(state: Cuda) -> dict[str, Any]:
         "l2CacheSize": 60 << 20,
         "totalGlobalMem": 141 << 30,
     }
-    runtime.pointerGetAttributes = lambda _: types.SimpleNamespace(device=0)
     runtime.driverGetVersion = runtime.runtimeGetVersion = lambda: 13000
     runtime.eventCreate = state.number
     runtime.eventCreateWithFlags = lambda _: state.number()

@@ -36,14 +36,19 @@ class CudaLengths:
         self._index: int = device.index
         self._most = most
         self._grows = self._waits = 0
-        with current_device(self._index):
-            self.cur: Any = cupy.zeros(most, cupy.int32)
-            self.nxt: Any = cupy.zeros(most, cupy.int32)
-            self.seq_lens: Any = cupy.zeros(most, cupy.int64)
-            self._room = min(_FIRST, most)
-            self._ring = self._make_ring(self._room)
-            # What was queued for other streams must not come after the first copy.
-            runtime.deviceSynchronize()
+        if device.lost is not None:
+            raise device.lost.again()
+        try:
+            with current_device(self._index):
+                self.cur: Any = cupy.zeros(most, cupy.int32)
+                self.nxt: Any = cupy.zeros(most, cupy.int32)
+                self.seq_lens: Any = cupy.zeros(most, cupy.int64)
+                self._room = min(_FIRST, most)
+                self._ring = self._make_ring(self._room)
+                # What was queued for other streams must not come after the first copy.
+                runtime.deviceSynchronize()
+        except FAILURES as error:
+            raise device._failed(error, f"making arrays for {most} lengths") from error
         self._slot: Slot | None = None
 
     @property
@@ -58,6 +63,8 @@ class CudaLengths:
         Raises:
             WrongState: a stream is being captured: a replay would read what is overwritten.
         """
+        if self._device.lost is not None:
+            raise self._device.lost.again()
         try:
             self._take(n)
         except FAILURES as error:

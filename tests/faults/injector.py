@@ -41,6 +41,7 @@ class Injector:
         self._left = 0
         self._counts = False
         self._make: Make = RuntimeError
+        self._refused: tuple[str, ...] = ()
 
     @contextmanager
     def at(self, k: int, make: Make) -> Iterator[None]:
@@ -52,11 +53,21 @@ class Injector:
         finally:
             self._left, self._counts = 0, False
 
+    @contextmanager
+    def every(self, *names: str, make: Make) -> Iterator[None]:
+        """Let every call of these ``names`` inside fail."""
+        self._refused = names
+        with self.at(0, make):
+            yield
+        self._refused = ()
+
     def hit(self, name: str) -> None:
         """A call of ``name`` is about to be made."""
         if not self._counts:
             return
         self.names.append(name)
+        if name in self._refused:
+            raise self._make(name)
         spared = self.behind_launch and self.spare_launched
         if self._left and not spared:
             self._left -= 1
@@ -79,10 +90,10 @@ class Injector:
 
         setattr(owner, name, call)
 
-    def watch_device(self, device: Any) -> None:
-        """Let the calls of the protocol count."""
+    def watch_allocator(self, alloc: Any) -> None:
+        """Let the calls into its device count."""
         for name in PROTOCOL:
-            self.watch(device, name)
+            self.watch(alloc._core.device, name)
 
     def watch_cuda(self) -> None:
         """Let the calls of CUDA count: of the stand-in, before any room has imported it."""

@@ -62,9 +62,7 @@ def test_every_call_into_the_device_fails_once(name: str) -> None:
     for seed in SEEDS:
         injector = Injector()
         kinds = (plain_failure, no_memory, interrupt)
-        seen += walked(
-            name, seed, "cpu", injector, kinds, lambda a: injector.watch_device(a._core.device)
-        )
+        seen += walked(name, seed, "cpu", injector, kinds, injector.watch_allocator)
     points = {point for _, point in seen}
     assert {"write", "event", "done", "query", "capturing"} <= points, points
     if "prefix" in name:
@@ -94,7 +92,7 @@ def test_a_state_that_was_left_half_done_is_noticed() -> None:
     injector = Injector()
 
     def broken(alloc: Any) -> None:
-        injector.watch_device(alloc._core.device)
+        injector.watch_allocator(alloc)
         ledger, real = alloc._ledger, alloc._core.device.write
 
         def write(*args: Any, **kwargs: Any) -> Any:
