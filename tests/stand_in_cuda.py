@@ -441,12 +441,12 @@ def _modules(state: Cuda) -> dict[str, Any]:
 
 
 @contextmanager
-def stand_in() -> Iterator[Cuda]:
+def stand_in(state: Cuda | None = None) -> Iterator[Cuda]:
     """Let CuPy be the stand-in; the rooms that import it are imported anew, and forgotten."""
     from sgalloc import device
     from sgalloc.device import kernels
 
-    state = Cuda()
+    state = Cuda() if state is None else state
     replaced = _modules(state)
     rooms = {name: f"sgalloc.device.{name}" for name in _ROOMS}
     names = [*replaced, *rooms.values()]

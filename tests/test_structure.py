@@ -56,6 +56,7 @@ FLOORS = {
     "sgalloc.pins": 3,
     "sgalloc.extents": 2,
     "sgalloc.trust": 3,
+    "sgalloc.trust.old_behaviour": 5,
     "sgalloc.trust.rerun": 5,
     "sgalloc.interop": 3,
     "sgalloc.distributed": 3,

@@ -27,6 +27,7 @@ from sgalloc.replay.requests import Workload
 from sgalloc.replay.summary import summarise, to_table
 from sgalloc.replay.traces import read_trace
 from sgalloc.replay.workload import generate
+from sgalloc.trust import old_behaviour
 
 _REDRAW_SECONDS = 0.1
 # What a refusal of the library calls a number, and what the command line does.
@@ -177,6 +178,11 @@ _OPTION_OF = {
 @click.option("--row", type=click.IntRange(1), help="With --journal: last calls of this row.")
 @click.option("--group", help="With --page: the group of the page.  [default: the main one]")
 @click.option(
+    "--old",
+    help="Old behaviours to switch on, apart by commas, to see the checks find them: "
+    f"{', '.join(old_behaviour.names())}.",
+)
+@click.option(
     "--report",
     type=click.Path(path_type=Path),
     help="Folder for report.json and a page with plots.",
@@ -191,7 +197,28 @@ def replay(**given: Any) -> None:
 
     With --journal FILE the calls of a journal are run again on the CPU, and the exit status is 1
     where one of them differs.
+
+    With --old NAME the allocator has a fault that other engines had, and the exit status is 1 where
+    a check finds it.
     """
+    wanted = given["old"]
+    which = () if wanted is None else tuple(name.strip() for name in wanted.split(","))
+    try:
+        with old_behaviour.switched_on(*which):
+            _replay(given)
+    except AllocError as found:
+        # Raised by a verb, and no more a part of what an engine expects.
+        if not which:
+            raise
+        click.echo(f"sgalloc replay: with --old {wanted}: {_one_line(found)}", err=True)
+        sys.exit(1)
+    except ValueError as error:
+        if not which:
+            raise
+        _refuse(error)
+
+
+def _replay(given: dict[str, Any]) -> None:
     try:
         if replayed_journal(click.get_current_context(), given):
             return

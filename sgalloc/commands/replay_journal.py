@@ -16,7 +16,7 @@ from sgalloc.trust.journal import DIGEST_EVERY
 from sgalloc.trust.rerun import Diverged, Rerun, Touch, Watch
 
 _OPTIONS = ("journal", "until", "page", "row", "group")
-_ALSO = ("check_every",)
+_ALSO = ("check_every", "old")
 _HOLDERS = {0: "free", -1: "cached", -2: "in quarantine", -4: "pinned"}
 
 

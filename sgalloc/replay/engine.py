@@ -126,6 +126,8 @@ class Engine(Admission):
         if every and self._totals.steps % every == 0:
             for alloc in self._allocators():
                 alloc.check(device=self._totals.steps % (10 * every) == 0)
+            if self._speculation is not None and self._running.size:
+                self._speculation.check_estimate(self.alloc, self._batch)
 
     def _allocators(self) -> list[KVAllocator]:
         return [self.alloc]

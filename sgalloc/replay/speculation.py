@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 
 from sgalloc.allocator import KVAllocator
+from sgalloc.errors import LawViolation
 from sgalloc.plan import Plan
 from sgalloc.replay.options import Options
 from sgalloc.replay.requests import IntArray
+from sgalloc.sizing import new_tokens_required_next_decode
 from sgalloc.speculative import dflash, eagle
 
 
@@ -38,6 +40,22 @@ class Speculation:
         if self._spec.algorithm == "dflash":
             return dflash.prepare_for_decode(alloc, batch, self._spec).plan
         return eagle.prepare_for_decode(alloc, batch, self._spec).plan
+
+    def check_estimate(self, alloc: KVAllocator, batch: Any) -> None:
+        """What the next step is estimated to ask for is what its plan would take.
+
+        Raises:
+            LawViolation: they differ.
+        """
+        ledger, size = alloc._ledger, alloc.page_size
+        rows, committed, allocated = ledger.holding(batch)
+        told = new_tokens_required_next_decode(committed, allocated, size, self._spec)
+        plan = Plan(ledger, rows, committed, allocated, committed + self.reserve)
+        if told != size * plan.num_new_pages:
+            raise LawViolation(
+                f"the next step of {rows.size} requests is estimated to need {told} tokens, but "
+                f"its plan takes {size * plan.num_new_pages}"
+            )
 
     def draw(self, rng: np.random.Generator, n: int) -> IntArray:
         """Tokens that the target model keeps of each of ``n`` requests, int64 ``(n,)``."""
