@@ -27,6 +27,7 @@ class Injector:
     """One fault at a time.
 
     Attributes:
+        cuda: the state of the stand-in; None on a CPU.
         fired: the call that failed; None where none was reached.
         names: the calls of the last attempt, in order.
         behind_launch: whether a step is launched, and the event behind it not yet recorded.
@@ -34,6 +35,7 @@ class Injector:
     """
 
     def __init__(self, spare_launched: bool = False) -> None:
+        self.cuda: Any = None
         self.fired: str | None = None
         self.names: list[str] = []
         self.behind_launch = False

@@ -28,11 +28,20 @@ EAGLE = SpecConfig("eagle", steps=3, topk=1, draft_tokens=4)
 DFLASH = SpecConfig("dflash", draft_tokens=6)
 
 
-def world(device: str, **how: Any) -> tuple[Any, np.ndarray]:
-    alloc = sgalloc.KVAllocator(99, PS, 6, 96, device=device, page_table=True, **how)
+def world(device: str, rows: int = 6, **how: Any) -> tuple[Any, np.ndarray]:
+    alloc = sgalloc.KVAllocator(199, PS, rows, 96, device=device, page_table=True, **how)
     h = alloc.open(3)
     alloc.extend(h, [9, 10, 4])
     return alloc, h
+
+
+def worlds(scene: str, device: str) -> tuple[tuple[Any, np.ndarray], tuple[Any, np.ndarray]]:
+    how: dict[str, Any] = {}
+    if "many" in scene:
+        how["rows"] = 40  # more than the first buffers have room for
+    if "window" in scene:
+        how["window"] = sgalloc.SlidingWindow(3, 60, slot_map=True)
+    return world(device, **how), world(device, **how)
 
 
 def in_a_new_step(alloc: Any, h: np.ndarray, spec: SpecConfig, module: Any, **how: Any) -> Any:
@@ -41,14 +50,20 @@ def in_a_new_step(alloc: Any, h: np.ndarray, spec: SpecConfig, module: Any, **ho
 
 
 def with_lengths(alloc: Any, h: np.ndarray) -> Callable[[], Any]:
-    lengths = dflash.Lengths(alloc, 6)
+    lengths = dflash.Lengths(alloc)
 
     def step() -> Any:
         said = in_a_new_step(alloc, h, DFLASH, dflash, lengths=lengths)
-        shown = [np.asarray(a)[:3].tolist() for a in (lengths.cur, lengths.nxt, lengths.committed)]
-        return said, shown
+        shown = (lengths.cur, lengths.nxt, lengths.committed)
+        return said, [np.asarray(array)[: len(h)].tolist() for array in shown]
 
     return step
+
+
+def with_many_lengths(alloc: Any, h: np.ndarray) -> Callable[[], Any]:
+    more = np.append(h, alloc.open(37))
+    alloc.trim(more, 0)  # where there are pages for all
+    return with_lengths(alloc, more)
 
 
 def with_tables(alloc: Any, h: np.ndarray) -> Callable[[], Any]:
@@ -82,6 +97,8 @@ SCENES: dict[str, Scene] = {
     "dflash": lambda a, h: lambda: in_a_new_step(a, h, DFLASH, dflash),
     "dflash with lengths": with_lengths,
     "dflash with lengths and nothing to take": lambda a, h: a.reserve(h, 40) and with_lengths(a, h),
+    "dflash with many lengths": with_many_lengths,
+    "dflash with lengths and a window": with_lengths,
     "making lengths": lambda a, h: lambda: repr(dflash.Lengths(a, 6)),
     "reserve on the device": lambda a, h: (
         lambda: a.reserve(h, [9, 0, 17], rounding="device").nxt.tolist()
@@ -127,6 +144,7 @@ def goes_through(alloc: Any, call: Callable[[], Any], injector: Injector, kinds:
             del after["staging"]
             assert after == before, f"{injector.fired}, call {k} of {injector.names}"
             alloc.check(device=not alloc._core.device.updates)
+            assert injector.cuda is None or not injector.cuda.capturing, "a capture never ended"
             failed += 1
     raise AssertionError
 
@@ -134,7 +152,7 @@ def goes_through(alloc: Any, call: Callable[[], Any], injector: Injector, kinds:
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_call_fails_at_each_point_on_a_cpu(scene: str) -> None:
     injector = Injector()
-    (alloc, h), (other, g) = world("cpu"), world("cpu")
+    (alloc, h), (other, g) = worlds(scene, "cpu")
     injector.watch_allocator(alloc)
     said, _ = goes_through(
         alloc, SCENES[scene](alloc, h), injector, (plain_failure, no_memory, interrupt)
@@ -146,7 +164,7 @@ def test_a_call_fails_at_each_point_on_a_cpu(scene: str) -> None:
 @pytest.fixture
 def cuda() -> Iterator[Injector]:
     injector = Injector(spare_launched=True)
-    with stand_in():
+    with stand_in() as injector.cuda:
         injector.watch_cuda()
         yield injector
 
@@ -158,7 +176,7 @@ def test_a_call_fails_at_each_point_on_a_gpu(
 ) -> None:
     if "copied" in scene:
         monkeypatch.setenv("SGALLOC_MAPPED_BYTES", "0")
-    (alloc, h), (other, g) = world("cuda"), world("cuda")
+    (alloc, h), (other, g) = worlds(scene, "cuda")
     for each in (alloc, other):
         each.warm(8)
         if not warmed:  # as if nothing had been made yet: the first call makes it
@@ -201,6 +219,54 @@ def test_a_small_pool_of_pinned_memory(cuda: Injector) -> None:
     alloc.reserve(h, 24)
     assert len(ring) == grown + 1
     runtime.eventQuery = done
+    alloc.check(device=True)
+
+
+@pytest.mark.parametrize("verb", ["extend", "reserve on the device", "page tables", "dflash"])
+def test_a_copy_that_is_under_way_guards_its_slot(
+    verb: str, cuda: Injector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that fails behind its copy: the slot stays busy until that copy is done."""
+    from cupy.cuda import runtime
+
+    monkeypatch.setenv("SGALLOC_MAPPED_BYTES", "0")
+    alloc, h = world("cuda")
+    alloc.warm(64)
+    lengths, tables = dflash.Lengths(alloc), alloc.page_tables(6, 8)
+    calls: dict[str, Callable[[], Any]] = {
+        "extend": lambda: alloc.extend(h, 30),
+        "reserve on the device": lambda: alloc.reserve(h, 30, rounding="device"),
+        "page tables": lambda: tables.update(h),
+        "dflash": lambda: dflash.prepare_for_decode(alloc, h, DFLASH, lengths=lengths),
+    }
+    recorded: list[int] = []
+    copied: list[int] = []
+    real, copy = runtime.eventRecord, runtime.memcpyAsync
+    runtime.eventRecord = lambda event, stream: recorded.append(event) or real(event, stream)
+    runtime.memcpyAsync = lambda *args: copied.append(args[1]) or copy(*args)
+    done, runtime.eventQuery = runtime.eventQuery, lambda event: 600 * (event in recorded)
+    failing = LAUNCHES if verb != "dflash" else ("memcpyAsync",)
+    if verb == "dflash":
+        # The first of three copies goes through.
+        count = iter(range(9))
+        hit = cuda.hit
+
+        def second(name: str) -> None:
+            if name == "memcpyAsync" and next(count) == 1:
+                raise cuda_failure()(name)
+
+        monkeypatch.setattr(cuda, "hit", second)
+        failing = ()
+    with cuda.every(*failing, make=cuda_failure()), pytest.raises(sgalloc.DeviceFailed):
+        calls[verb]()
+    if verb == "dflash":
+        monkeypatch.setattr(cuda, "hit", hit)
+    rings = [alloc._core.device._large, lengths._arrays._ring]
+    slots = [slot for ring in rings for slot in ring._slots]
+    (slot,) = [s for s in slots if any(s.ptr <= at < s.ptr + s.size for at in copied)]
+    assert slot.busy(), "it would be filled anew while the copy reads it"
+    runtime.eventQuery = done
+    calls[verb]()
     alloc.check(device=True)
 
 

@@ -54,6 +54,13 @@ class Scene:
         (gone,) = alloc.open()
         alloc.extend(gone, 6)
         alloc.release(gone, after=self.event)
+        if cached and alloc.has_window:
+            # Cached pages whose window pages are gone, and one who has them still.
+            (old, self.fresh) = alloc.open(2)
+            for one in (old, self.fresh):
+                alloc.extend(one, 30)
+            alloc.evict_window(old)
+            alloc.release(old, tokens=[prompt(7, PS, seed=7)])
         self.received = alloc.preallocate([20, 30], 2, self.match, deadline=[5, 20])
         self.aborted = alloc.preallocate([9, 22], 2, deadline=[5, 6])
         alloc.acknowledge(int(self.aborted[0]), 0)
@@ -83,6 +90,10 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "trim all": lambda s: s.alloc.trim(s.running, 0),
     "compact": lambda s: [part.tolist() for part in s.alloc.compact(s.running[1:], [[11], [7]])],
 }
+OF_BOTH: dict[str, Callable[[Scene], Any]] = {
+    "release what takes over": lambda s: s.alloc.release(s.fresh, tokens=[prompt(7, PS, seed=7)]),
+    "publish what takes over": lambda s: s.alloc.prefix.publish(s.fresh, [prompt(7, PS, seed=7)]),
+}
 OF_CACHE: dict[str, Callable[[Scene], Any]] = {
     "open": lambda s: s.alloc.open_with_prefix([s.match, s.match]).tolist(),
     "publish": lambda s: s.alloc.prefix.publish(s.running[:2], [IDS, prompt(9, PS, seed=4)]),
@@ -91,14 +102,15 @@ OF_CACHE: dict[str, Callable[[Scene], Any]] = {
 
 
 def calls_of(kind: str) -> list[str]:
-    return [*CALLS, *(OF_CACHE if "prefix" in kind else ())]
+    both = OF_BOTH if kind == "window, prefix" else ()
+    return [*CALLS, *(OF_CACHE if "prefix" in kind else ()), *both]
 
 
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind in KINDS for name in calls_of(kind)]
 )
 def test_all_of_them_or_none(kind: str, name: str) -> None:
-    call = {**CALLS, **OF_CACHE}[name]
+    call = {**CALLS, **OF_CACHE, **OF_BOTH}[name]
     ours, twin = Scene(kind), Scene(kind)
     injector = Injector()
     injector.watch_allocator(ours.alloc)
