@@ -79,6 +79,15 @@ def test_the_page_on_trust_names_every_section() -> None:
     assert [name for name in sections if f"`{name}`" not in text] == []
 
 
+def test_the_page_on_faults_runs_and_names_what_there_is() -> None:
+    from sgalloc.trust.old_behaviour import BEHAVIOURS
+
+    names = run_blocks(ROOT / "docs" / "faults.md")
+    assert names["failed"] and names["found"], "the page shows a failure, and what finds a fault"
+    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    assert [name for name in BEHAVIOURS if f"| `{name}` |" not in text] == []
+
+
 def test_the_page_on_the_journal_runs() -> None:
     names = run_blocks(ROOT / "docs" / "journal.md")
     assert names["run"].digests == 1 and names["run"].refused == 1  # type: ignore[attr-defined]

@@ -76,12 +76,16 @@ def told(pages: Segments | None, gather: Gather | None, side: SideWrite | None) 
     """A step in words."""
     parts = []
     if pages is not None:
-        parts.append(f"writing {pages.total} pages of {_rows(pages.rows)}")
+        parts.append(f"writing {_count(pages.total, 'page')} of {_rows(pages.rows)}")
     if side is not None:
-        parts.append(f"writing or clearing {side.ids.size} pages of the second group")
+        parts.append(f"writing or clearing {_count(side.ids.size, 'page')} of the second group")
     if gather is not None:
-        parts.append(f"gathering {gather.size} slots of {_rows(gather.rows)}")
+        parts.append(f"gathering {_count(gather.size, 'slot')} of {_rows(gather.rows)}")
     return " and ".join(parts) or "waiting for an event"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _rows(rows: Int64) -> str:
