@@ -86,6 +86,8 @@ class FaultyWalk(Walk):
                 wrong = {key for key in found if found[key] != self._before.get(key)}
                 assert found == self._before, f"{wrong} after {name} and {where}"
                 self.alloc.check(device=True)
+                # What is kept up on the way has heard of nothing that did not happen.
+                assert self.alloc.digest(incremental=True) == found["digest"], where
                 self._restore(saved)
                 self.seen[name, self.injector.fired] += 1
         raise AssertionError
