@@ -83,8 +83,8 @@ def every_call(alloc: Any) -> dict[str, Callable[[], Any]]:
     found = calls_of(alloc)
     if alloc._core.prefix is not None:
         found |= {f"prefix.{name}": call for name, call in calls_of(alloc.prefix).items()}
-        for name in ("prepare", "enter", "given", "entering", "open_with", "drop", "unlocked_by",
-                     "shorten", "check_trim", "twins"):  # fmt: skip
+        for name in ("prepare", "enter", "given", "entering", "open_with", "unopen", "drop",
+                     "unlocked_by", "shorten", "check_trim", "twins"):  # fmt: skip
             del found[f"prefix.{name}"]  # the allocator's own, behind its verbs
         found["events.drain"] = follow(alloc).drain
     tables = alloc.page_tables(4, 4)
