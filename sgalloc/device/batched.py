@@ -165,7 +165,6 @@ class Batched(Failing):
             except BaseException as error:
                 self._guard(slot, stream if launched else self._order.copying, error, launched)
                 raise
-            self._wrote = rows
             self._last = slot.ready
             self._order.leave(stream, slot.event)
             return slot.ready

@@ -292,7 +292,6 @@ class CudaDevice(Batched):
                 except BaseException as error:
                     self._guard(slot, stream, error, True)
                     raise
-                self._wrote = (pages, gather, side)
                 # An event of a capture means nothing outside of it.
                 if capturing:
                     ready = Ready(slot.event, self.index, True)
@@ -322,7 +321,6 @@ class CudaDevice(Batched):
         except BaseException as error:
             self._guard(slot, stream, error, True)
             raise
-        self._wrote = pages
         self._last = slot.ready
         self._order.leave(stream, slot.event)
         return slot.ready

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from sgalloc.device.failing import FAILURES
 from sgalloc.device.kernels import THREADS, kernel
 from sgalloc.device.order import StreamOrder
 from sgalloc.device.ready import DONE
@@ -56,6 +58,16 @@ class DigestSlot:
 
     def launch(self, arrays: tuple[int, ...], count: int, stream: int, device: int) -> None:
         """Hash the first ``count`` ranges, behind what is on ``stream``."""
+        try:
+            self._queue(arrays, count, stream, device)
+        except BaseException:
+            # What was queued may still read it.
+            with suppress(*FAILURES):
+                runtime.eventRecord(self.ready.ptr, stream)
+                self._used = True
+            raise
+
+    def _queue(self, arrays: tuple[int, ...], count: int, stream: int, device: int) -> None:
         size = RANGE.itemsize * self.room
         target = self.ptr if self._copy is None else int(self._copy.data.ptr)
         if self._copy is not None:
@@ -78,12 +90,13 @@ class DigestSlot:
 class Asked:
     """Digests that a launch writes. See `Pending`."""
 
-    def __init__(self, slot: DigestSlot, count: int, order: StreamOrder, device: int) -> None:
+    def __init__(self, slot: DigestSlot, count: int, order: StreamOrder, device: Any) -> None:
         self._slot: DigestSlot | None = slot
         self._found: UInt64 = np.empty(0, np.uint64)
         self._count = count
         self._order = order
-        self._device = device
+        self._failed = device._failed
+        self._device: int = device.index
         self.ready: Any = slot.ready
 
     @property
@@ -91,8 +104,11 @@ class Asked:
         """Whether they are there; waits for nothing, and asks nothing during a capture."""
         if self._slot is None:
             return True
-        with current_device(self._device):
-            return not self._order.capturing() and event_done(self._slot.ready.ptr)
+        try:
+            with current_device(self._device):
+                return not self._order.capturing() and event_done(self._slot.ready.ptr)
+        except FAILURES as error:
+            raise self._failed(error, "looking for digests") from error
 
     def wait(self) -> UInt64:
         """The digests, uint64 ``(n,)``.
@@ -102,13 +118,16 @@ class Asked:
         """
         slot = self._slot
         if slot is not None:
-            with current_device(self._device):
-                if self._order.capturing():
-                    raise WrongState(
-                        "a stream is being captured, in which the host cannot wait: ask for the "
-                        "result outside of the capture"
-                    )
-                runtime.eventSynchronize(slot.ready.ptr)
+            try:
+                with current_device(self._device):
+                    if self._order.capturing():
+                        raise WrongState(
+                            "a stream is being captured, in which the host cannot wait: ask for "
+                            "the result outside of the capture"
+                        )
+                    runtime.eventSynchronize(slot.ready.ptr)
+            except FAILURES as error:
+                raise self._failed(error, "waiting for digests") from error
             self._found = slot.digests[: self._count].copy()
             slot.asked, self._slot = None, None
         return self._found
@@ -158,7 +177,7 @@ class Digests:
             self._device.copies += 2 * self._copied
             # Whoever writes next, on whatever stream, comes behind this reader.
             self._order.leave(stream, slot.ready.ptr)
-            asked = Asked(slot, count, self._order, self._index)
+            asked = Asked(slot, count, self._order, self._device)
             slot.asked = weakref.ref(asked)
             return asked
 

@@ -21,6 +21,7 @@ from sgalloc.device.order import StreamOrder
 from sgalloc.device.ready import DONE, Done
 from sgalloc.device.staging import Slot
 from sgalloc.device.streams import Ready, current_device, event_pointer
+from sgalloc.device.write_log import WriteLog
 from sgalloc.errors import DeviceFailed
 from sgalloc.events import is_done
 from sgalloc.inputs import Int64
@@ -106,8 +107,7 @@ class Failing(ABC):
     updates: list[weakref.ref[CapturedUpdate]]
     lost: DeviceFailed | None = None
     _order: StreamOrder
-    # What was launched last: pages, or pages, gather and second group, or rows rounded.
-    _wrote: Any = None
+    log: WriteLog
     # Whether a step was launched that no event stands behind.
     _doubt = False
 
@@ -132,7 +132,7 @@ class Failing(ABC):
         lost = status in LOST or (self._doubt and status not in _CAPTURE)
         self._doubt = False
         cause = " ".join(str(error).split()) or type(error).__name__
-        failure = DeviceFailed(self.name, cause, step, self._before(), lost)
+        failure = DeviceFailed(self.name, cause, step, self.log.last(), lost)
         if lost:
             self._lose(failure)
         else:
@@ -140,15 +140,6 @@ class Failing(ABC):
             with suppress(*FAILURES), current_device(self.index):
                 self._order.come_back()
         return failure
-
-    def _before(self) -> str:
-        """The step that was launched last, in words."""
-        last = self._wrote
-        if last is None:
-            return ""
-        if isinstance(last, Segments):
-            last = (last, None, None)
-        return told(*last) if isinstance(last, tuple) else f"rounding the reserves of {_rows(last)}"
 
     def _guard(self, slot: Slot, stream: int, error: BaseException, launched: bool) -> None:
         """See to it that ``slot`` is left alone while ``stream`` may read it, for all of ``error``.

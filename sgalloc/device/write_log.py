@@ -105,6 +105,10 @@ class WriteLog:
             short = None if side is None else beside
             self._kept[-1] = (*self._kept[-1][:4], 0 if ids is None else main, short)
 
+    def last(self) -> str:
+        """The last write in words; "" for none."""
+        return str(_step(self._kept[-1])) if self._kept else ""
+
     def since(self, version: int) -> int:
         """Writes since the ledger had ``version``; as many as are kept, where it may be more."""
         return sum(noted[0] >= version for noted in self._kept)

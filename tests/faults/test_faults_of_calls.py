@@ -108,6 +108,7 @@ SCENES: dict[str, Scene] = {
     "warm": lambda a, h: lambda: a.warm(5000),
     "snapshot": lambda a, h: lambda: len(a.snapshot()),
     "check": lambda a, h: lambda: a.check(device=True).tolist(),
+    "probe": lambda a, h: lambda: a.probe().result().tolist(),
     "a plan behind a reader": lambda a, h: (
         lambda: a.apply(
             a.plan(decode=(h[:1], 8), reserve=(h[1:], 8)), after=Query(True)
@@ -268,6 +269,26 @@ def test_a_copy_that_is_under_way_guards_its_slot(
     runtime.eventQuery = done
     calls[verb]()
     alloc.check(device=True)
+
+
+def test_a_probe_that_fails_behind_its_copy_guards_its_slot(
+    cuda: Injector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cupy.cuda import runtime
+
+    monkeypatch.setenv("SGALLOC_MAPPED_BYTES", "0")
+    alloc, _ = world("cuda")
+    alloc.warm(64)
+    recorded: list[int] = []
+    real = runtime.eventRecord
+    runtime.eventRecord = lambda event, stream: recorded.append(event) or real(event, stream)
+    runtime.eventQuery = lambda event: 600 * (event in recorded)
+    slots = alloc._core.device._digests._slots
+    with cuda.every(*LAUNCHES, make=cuda_failure()), pytest.raises(sgalloc.DeviceFailed):
+        alloc.probe()
+    assert [slot.idle for slot in slots] == [False, True]
+    runtime.eventQuery = lambda _: 0
+    assert alloc.probe().result().tolist() == []
 
 
 def test_a_spare_slot_is_used_up_by_a_launch_alone(cuda: Injector) -> None:
