@@ -6,58 +6,19 @@ few objects that its functions take.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from profiling.absent import stand_in
 from sgalloc.bench.course import RESERVE
 from sgalloc.bench.twins import Shape
 
 VARIABLE = "SGL_SRC"
 # Imported by its modules, and not called on the way measured here.
 _ABSENT = ("sgl_kernel", "flashinfer", "deep_gemm", "vllm")
-
-
-class Nothing:
-    """Stands for whatever a module that is absent here would have: callable, and never called."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __call__(self, *_: Any, **__: Any) -> Nothing:
-        return Nothing()
-
-    def __getattr__(self, name: str) -> Nothing:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Nothing()
-
-
-class _EmptyModule(types.ModuleType):
-    def __getattr__(self, name: str) -> Nothing:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Nothing()
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds empty modules for `_ABSENT`."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name.split(".")[0] not in _ABSENT:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        module = _EmptyModule(spec.name)
-        module.__path__ = []
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing is in it."""
 
 
 class Peer(NamedTuple):
@@ -79,7 +40,7 @@ def load(source: str | None) -> Peer | str:
     if not (Path(source) / "sglang").is_dir():
         return f"SGLang is not measured: {VARIABLE} names a folder without sglang in it"
     sys.path.insert(0, source)
-    sys.meta_path.append(_Finder())
+    stand_in(_ABSENT)
     try:
         import sglang.srt.mem_cache.allocation as allocation
         import torch
