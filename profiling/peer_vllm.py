@@ -32,7 +32,9 @@ CELLS = tuple(
     for page in PAGES
     for batch in BATCHES
 )
-QUICK = tuple(Cell(what, 64, 16, "off") for what in (DECODE, SPECULATE, ADMIT))
+QUICK = tuple(
+    Cell(what, 64, 16, cache) for cache in ("off", "on") for what in (DECODE, SPECULATE, ADMIT)
+)
 VOCABULARY = 1 << 17
 
 

@@ -143,7 +143,7 @@ class Engine:
         manager = self.manager
         for request in self.requests:
             if self.caching and look:
-                blocks, hits = manager.get_computed_blocks(request)
+                blocks, hits = manager.get_computed_blocks(request)[:2]
                 if hits:
                     raise RuntimeError(f"{hits} tokens of a new prompt were found in the cache")
                 got = manager.allocate_slots(request, request.num_tokens, 0, blocks)
