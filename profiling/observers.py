@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
@@ -14,10 +15,23 @@ import click
 import numpy as np
 
 import sgalloc
+from profiling import question
+from profiling.layout import Found, Table, spread, us
 from sgalloc import cache_events, timeline
-from sgalloc.bench.harness import Summary, collector_off, summarize
+from sgalloc.bench.harness import SUBJECT, Summary, collector_off, summarize
+from sgalloc.bench.measured import Record
 
 BATCH, PROMPT, RESERVE, WIDTH = 64, 1024, 16, 1 << 15
+RELEASE, FOLLOWED, DRAIN, DRAIN_BARE = (
+    "release",
+    "release, followed",
+    "drain",
+    "drain, no token ids",
+)
+STEP, RECORDED, STATS, SCRAPE = "step", "step, recorded", "stats()", "scrape"
+EVENT_PAGES = (16, 64)
+# What a call of each is divided by.
+UNITS = {RELEASE: "a request", FOLLOWED: "a request", DRAIN: "a page", DRAIN_BARE: "a page"}
 
 
 def _timed(call: Callable[[], Any]) -> int:
@@ -29,11 +43,10 @@ def _timed(call: Callable[[], Any]) -> int:
 def events(page_size: int, rounds: int) -> dict[str, Summary]:
     """Releases of prompts into the cache, µs a request, and drains, µs a page."""
     drawn = np.random.default_rng(0)
-    plain, followed = "release", "release, followed"
-    drains = {"drain": True, "drain, no token ids": False}
-    series: dict[str, list[int]] = {name: [] for name in (plain, followed, *drains)}
+    drains = {DRAIN: True, DRAIN_BARE: False}
+    series: dict[str, list[int]] = {name: [] for name in (RELEASE, FOLLOWED, *drains)}
     sides, following = [], []
-    for name in (plain, followed, ""):
+    for name in (RELEASE, FOLLOWED, ""):
         pages = BATCH * (rounds + 8) * PROMPT // page_size
         alloc = sgalloc.KVAllocator(pages, page_size, BATCH, PROMPT, "cpu", prefix_cache=True)
         alloc.warm()
@@ -63,7 +76,7 @@ def events(page_size: int, rounds: int) -> dict[str, Summary]:
 
 def recorded(rounds: int) -> dict[str, Summary]:
     """Steps that reserve and commit, with and without a timeline, µs a step."""
-    series: dict[str, list[int]] = {"step": [], "step, recorded": []}
+    series: dict[str, list[int]] = {STEP: [], RECORDED: []}
     sides = []
     for name in series:
         alloc = sgalloc.KVAllocator(BATCH * WIDTH // 64, 64, BATCH, WIDTH, "cpu")
@@ -89,33 +102,73 @@ def scraped(rounds: int) -> dict[str, Summary]:
     """`stats()` and a whole scrape of an allocator with 4,096 rows, µs."""
     alloc = sgalloc.KVAllocator(1 << 16, 64, 4096, 4096, "cpu", prefix_cache=True)
     alloc.extend(alloc.open(4096), 640)
-    calls: dict[str, Callable[[], Any]] = {"stats()": alloc.stats}
+    calls: dict[str, Callable[[], Any]] = {STATS: alloc.stats}
     try:
         from prometheus_client import CollectorRegistry, generate_latest
     except ModuleNotFoundError:
-        click.echo("prometheus_client is not installed: no scrape is measured")
+        pass
     else:
         registry = CollectorRegistry()
         registry.register(sgalloc.metrics.Collector(alloc))
-        calls["scrape"] = lambda: generate_latest(registry)
+        calls[SCRAPE] = lambda: generate_latest(registry)
     return {
         name: summarize([_timed(call) for _ in range(rounds)][3:]) for name, call in calls.items()
     }
 
 
+def measure(rounds: int) -> question.Answer:
+    """All of them; a note where no scrape can be measured."""
+    records: list[Record] = []
+    for size in EVENT_PAGES:
+        for name, took in events(size, rounds).items():
+            records.append(Record(name, SUBJECT, {"page": size, "batch": BATCH}, took))
+    for name, took in recorded(20 * rounds).items():
+        records.append(Record(name, SUBJECT, {"page": 64, "batch": BATCH}, took))
+    for name, took in scraped(rounds).items():
+        records.append(Record(name, SUBJECT, {"page": 64, "batch": 4096}, took))
+    scrapes = any(record.name == SCRAPE for record in records)
+    missing = [] if scrapes else ["prometheus_client is not installed: no scrape is measured"]
+    return question.Answer(records, missing)
+
+
+def tables(found: Found) -> list[Table]:
+    """What the results say."""
+    rows = [
+        [
+            f"`{record['name']}`",
+            f"{record['at']['batch']:,}",
+            str(record["at"]["page"]),
+            UNITS.get(record["name"], "a call"),
+            spread(record),
+        ]
+        for record in found.records
+    ]
+
+    def more(name: str, plain: str, page: int) -> str:
+        return us(found.median(name, page=page) - found.median(plain, page=page))
+
+    page = EVENT_PAGES[0]
+    return [
+        Table(
+            "What it costs to be watched, µs",
+            f"Each beside the same calls without it, in turns; median (p10–p90). Releases of "
+            f"requests of {PROMPT:,} tokens into the prefix cache; steps that reserve {RESERVE} "
+            "tokens and commit 3; a scrape by prometheus_client.",
+            ["call", "batch", "page", "of", "µs"],
+            rows,
+            f"events add {more(FOLLOWED, RELEASE, page)} µs to the release of a request at page "
+            f"{page}, a timeline {more(RECORDED, STEP, 64)} µs to a step of {BATCH}; `stats()` of "
+            f"4,096 requests takes {us(found.median(STATS))} µs.",
+        )
+    ]
+
+
 @click.command()
+@question.options
 @click.option("--rounds", type=click.IntRange(10), default=100, show_default=True)
-def main(rounds: int) -> None:
+def main(out: Path | None, quick: bool, rounds: int) -> None:
     """What cache events, a timeline and metrics cost: about half a minute."""
-    parts = {
-        f"page {size}, µs a request (drain: a page)": events(size, rounds) for size in (16, 64)
-    }
-    parts["reserve and commit of 64 requests, µs"] = recorded(20 * rounds)
-    parts["4,096 requests, µs"] = scraped(rounds)
-    for title, found in parts.items():
-        click.echo(title)
-        for name, took in found.items():
-            click.echo(f"  {name}: {took.median:.2f} ({took.p10:.2f}–{took.p90:.2f})")
+    question.run("observers", out, quick, lambda: measure(10 if quick else rounds), tables)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ def measure(cells: Sequence[Cell], peer: Peer | str, seconds: float) -> question
     records: list[Record] = []
     for cell in cells:
         records += measure_cell(cell, peer, seconds)
-    return question.Answer(records, [f"mini-sglang: {peer.version}"], len(cells))
+    return question.Answer(
+        records, [f"mini-sglang: {peer.version}", peers.clock_note()], len(cells)
+    )
 
 
 def measure_cell(cell: Cell, peer: Peer, seconds: float) -> list[Record]:
@@ -61,15 +63,13 @@ def measure_cell(cell: Cell, peer: Peer, seconds: float) -> list[Record]:
     pace = Effort(seconds, least=3, most=2000, warm_up=2, block=1 if large else 4)
     if cell.what == ADMIT:
         sides = [
-            Side(
-                SUBJECT, [Step(ADMIT, admit), Step(None, lambda: alloc.release(handles[0]))]
-            ),
+            Side(SUBJECT, [Step(ADMIT, admit), Step(None, lambda: alloc.release(handles[0]))]),
             Side(
                 MINISGL,
                 [Step(None, lambda: engine.reset(prompts)), Step(ADMIT, engine.allocate)],
             ),
         ]
-        records = records_of(alternate(sides, pace), cell.at)
+        records = records_of(alternate(sides, pace, peers.CLOCK), cell.at)
         admit()
     else:
         admit()
@@ -86,7 +86,7 @@ def measure_cell(cell: Cell, peer: Peer, seconds: float) -> list[Record]:
             ),
         ]
         pace = Effort(seconds, least=5, most=2000, warm_up=2, block=2 if large else 20)
-        records = records_of(alternate(sides, pace), cell.at)
+        records = records_of(alternate(sides, pace, peers.CLOCK), cell.at)
         for side in sides:
             side.steps[0].call()
     held = [-(-request.device_len // cell.page) for request in engine.requests]
@@ -97,13 +97,16 @@ def measure_cell(cell: Cell, peer: Peer, seconds: float) -> list[Record]:
 def tables(found: Found) -> list[Table]:
     """What the results say."""
     common = (
-        "µs a call of the whole batch, in turns, median (p10–p90); both write a table of slots, "
+        "µs of processor time, a call of the whole batch, in turns, median (p10–p90); both write a table of slots, "
         "in one thread. mini-sglang does without pinned memory, which needs a GPU, and without its "
         "prefix cache, which it asks only when the pool is empty"
     )
     titles = {
         DECODE: ("A decode step of one token (`allocate_paged`)", f"{common}."),
-        ADMIT: (f"Pages for prompts of up to {TOKENS:,} tokens", f"{common}. sgalloc opens rows, too."),
+        ADMIT: (
+            f"Pages for prompts of up to {TOKENS:,} tokens",
+            f"{common}. sgalloc opens rows, too.",
+        ),
     }
     return [
         peers.table(found, what, title, method, MINISGL)

@@ -45,7 +45,7 @@ def measure(cells: Sequence[Cell], peer: Peer | str, seconds: float) -> question
     records: list[Record] = []
     for cell in cells:
         records += measure_cell(cell, peer, seconds)
-    return question.Answer(records, [f"vLLM {peer.version}"], len(cells))
+    return question.Answer(records, [f"vLLM {peer.version}", peers.clock_note()], len(cells))
 
 
 def measure_cell(cell: Cell, peer: Peer, seconds: float) -> list[Record]:
@@ -54,7 +54,7 @@ def measure_cell(cell: Cell, peer: Peer, seconds: float) -> list[Record]:
     pace = Effort(seconds, least=5, most=2000, warm_up=2, block=2 if large else 20)
     if cell.what == ADMIT:
         pace = Effort(seconds, least=3, most=400, warm_up=2, block=1 if large else 4)
-        return records_of(alternate(admitting(cell, peer), pace), cell.at)
+        return records_of(alternate(admitting(cell, peer), pace, peers.CLOCK), cell.at)
     shape, lengths = cell.shape, peers.lengths_of(cell)
     alloc = peers.allocator(cell, shape.num_pages)
     engine = Engine(peer, shape, shape.num_pages, cell.cache == "on")
@@ -97,7 +97,7 @@ def measure_cell(cell: Cell, peer: Peer, seconds: float) -> list[Record]:
                 *(full, begin),
             ),
         ]
-    records = records_of(alternate(sides, pace), cell.at)
+    records = records_of(alternate(sides, pace, peers.CLOCK), cell.at)
     # Once more, so that it is not the start again that is compared.
     for side in sides:
         side.steps[0].call()
@@ -174,7 +174,7 @@ def admitting(cell: Cell, peer: Peer) -> list[Side]:
 def tables(found: Found) -> list[Table]:
     """What the results say."""
     common = (
-        "µs a call of the whole batch, in turns, median (p10–p90). vLLM is called once a request, "
+        "µs of processor time, a call of the whole batch, in turns, median (p10–p90). vLLM is called once a request, "
         "as its scheduler does"
     )
     titles = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,48 +15,19 @@ import click
 
 from profiling import question
 from profiling.layout import Found, Table, spread, times, us
+from profiling.processes import OF_PROCESSOR, PASSED, ROOT, Times, fresh
 from profiling.started import BATCH, CPU, CPU_WARM, IMPORT, PAGE, PROMPT, RESERVE, STEPS
 from sgalloc.bench.harness import summarize
 from sgalloc.bench.measured import Record
 
-ROOT = Path(__file__).resolve().parents[1]
 COMPILED, OURS, NOTHING, DROPPED = (
     "all compiled",
     "sgalloc not compiled",
     "nothing compiled",
     "all compiled, read from disk",
 )
-PASSED, OF_PROCESSOR = "passed", "processor"
 ALONE = "interpreter alone"
-# By name, the time that passed and that of the processor, in microseconds.
-Times = Mapping[str, tuple[float, float]]
 DROP = Path("/proc/sys/vm/drop_caches")
-
-
-def fresh(how: str, prefix: Path, variables: Mapping[str, str] | None = None) -> Times:
-    """What a new process sees, with compiled files (.pyc) in ``prefix`` alone.
-
-    Args:
-        how: as `started.seen` takes it.
-        prefix: folder of compiled files; what is missing is compiled and put there.
-        variables: more of its environment.
-
-    Raises:
-        click.ClickException: it failed, with the last line that it said.
-    """
-    environment = {
-        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
-    }
-    environment |= {"PYTHONPYCACHEPREFIX": str(prefix), **(variables or {})}
-    command = [sys.executable, "-m", "profiling.started", how]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
-    )
-    if done.returncode:
-        said = (done.stderr.strip() or "nothing").splitlines()[-1]
-        raise click.ClickException(f"a fresh process failed: {said}")
-    found: Times = json.loads(done.stdout)
-    return found
 
 
 def compiled_without_ours(prefix: Path) -> None:

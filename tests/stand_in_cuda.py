@@ -111,6 +111,10 @@ class Cuda:
                 _row_digest(*arguments)
             elif name == "fill_pages_alone":
                 _fill(*arguments)
+            elif name == "scatter_slots":
+                _scatter(grid[0] * block[0], *arguments)
+            elif name == "gather_kv":
+                _gather(4 * grid[0] * block[0], *arguments)
             else:
                 assert name in ("nothing", "takes", "copy_all", "sum_all"), name
 
@@ -217,6 +221,20 @@ def _row_digest(
         entries_digest(_view(arrays[array] + 4 * start, length, np.int32))
         for start, length, array in asked.tolist()
     ]
+
+
+def _scatter(threads: int, places: int, values: int, table: int, count: Any) -> None:
+    assert threads >= count
+    at = _view(places, count, np.int64)
+    _view(table, at.max() + 1, np.int32)[at] = _view(values, count, np.int32)
+
+
+def _gather(threads: int, pages: int, pool: int, out: int, per_page: Any, count: Any) -> None:
+    assert threads >= count and count % per_page == 0
+    ids = _view(pages, count // per_page, np.int32).astype(np.int64)
+    words = 4 * int(per_page)
+    there = _view(pool, (ids.max() + 1) * words, np.int32).reshape(-1, words)
+    _view(out, 4 * count, np.int32)[:] = there[ids].reshape(-1)
 
 
 def _fill(

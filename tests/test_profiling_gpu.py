@@ -23,19 +23,25 @@ from stand_in_cuda import Cuda, stand_in
 from profiling.gpu import (
     clock,
     common,
+    contiguity,
     crossover,
     groups,
     handmade,
     kernels,
+    l2,
     launch,
     layout,
     peer_sglang,
     row_digest,
     sglang_engine,
+    smi,
+    starting,
     steps,
+    strategies,
     strided,
     transport,
 )
+from profiling.started import CPU_WARM
 from sgalloc.bench import harness
 from sgalloc.bench.harness import Effort, Key, Side, Step, Summary, in_turns
 from sgalloc.bench.measured import Record
@@ -44,11 +50,15 @@ SCRIPTS: dict[str, Any] = {
     "steps": steps,
     "peer_sglang": peer_sglang,
     "kernels": kernels,
+    "l2": l2,
     "transport": transport,
+    "strategies": strategies,
     "crossover": crossover,
     "launch": launch,
     "groups": groups,
     "row_digest": row_digest,
+    "contiguity": contiguity,
+    "starting": starting,
 }
 SHORT = Effort(seconds=0.0, least=4, warm_up=2, block=2)
 WRONG = r"broke the row law|entries were written|other slots"
@@ -94,6 +104,17 @@ def tiny(name: str, gpu: clock.Gpu, patch: pytest.MonkeyPatch) -> common.Outcome
         patch.setattr(transport, "BYTES", (512, 1024, 16384))
         patch.setattr(transport, "_FORWARD_BYTES", 1 << 12)
         return transport.measure(True, gpu, turns=2)
+    if name == "l2":
+        patch.setattr(l2, "_COLD", 3000)
+        patch.setattr(l2, "launches_of", lambda case, sets: 2 * sets)
+        return l2.measure(gpu, SMALL_CASES[1:2], rounds=4)
+    if name == "strategies":
+        patch.setattr(strategies, "QUICK_BATCHES", (3, 1100))
+        return strategies.measure(gpu, quick=True)
+    if name == "contiguity":
+        return contiguity.measure(gpu, ((64, 1), (1, 2)), {"cold": 1 << 18, "warm": 1 << 17})
+    if name == "starting":
+        return starting.measure(1, CPU_WARM)  # a fresh process has no stand-in
     if name == "groups":
         return groups.measure(groups.Size((1, 5), (16, 64), SHORT), gpu)
     if name == "row_digest":
@@ -165,11 +186,15 @@ def test_every_kernel_is_launched_and_every_result_checked(
         "steps": 3 * (2 * 2 + 2),
         "peer_sglang": 0,
         "kernels": 8 * sum(1 if case.kernel == kernels.SIDE else 2 for case in SMALL_CASES),
+        "l2": 1 + 2,
         "transport": 2 * len(transport.CARRIERS),
+        "strategies": 2 * 2 * (5 + 4),
         "crossover": 2 * 2 + 1,
         "launch": 1,
         "groups": 2 * 2 * len(groups.CASES),
         "row_digest": 2 * 2,
+        "contiguity": 2 * 2 * 3,
+        "starting": 0,
     }
     assert {"row_digest", "sum_all"} <= set(documents["row_digest"]["launched"])
 

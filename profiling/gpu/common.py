@@ -9,7 +9,6 @@ import importlib
 import json
 import math
 import re
-import subprocess
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from profiling.gpu import smi
 from profiling.gpu.layout import Found, Table, machine_text
 from sgalloc.bench import machine
 from sgalloc.bench.measured import Record
@@ -26,14 +26,8 @@ from sgalloc.device import cuda_missing
 SCHEMA = "sgalloc-gpu-benchmarks"
 VERSION = 1
 BENCHES = (
-    "steps",
-    "peer_sglang",
-    "kernels",
-    "transport",
-    "crossover",
-    "launch",
-    "groups",
-    "row_digest",
+    *("steps", "peer_sglang", "kernels", "l2", "transport", "strategies", "crossover", "launch"),
+    *("groups", "contiguity", "starting", "row_digest"),
 )
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
@@ -62,6 +56,8 @@ _ENVIRONMENT = {
     "sgalloc": str,
     "empty_call_us": float,
 }
+# Read since a later version; results from before do not have them.
+_LATER = {"sm_clock_mhz": int, "memory_clock_mhz": int, "pcie": str, "power_limit_w": int}
 _RECORD = {"name", "label", "side", "at", "n", "median_us", "p10_us", "p90_us"}
 
 
@@ -88,16 +84,21 @@ def environment() -> dict[str, Any]:
 
     found = runtime.getDeviceProperties(runtime.getDevice())
     name = found["name"]
+    asked = smi.asked()
     return {
         "gpu": name.decode() if isinstance(name, bytes) else str(name),
         "sms": int(found["multiProcessorCount"]),
         "l2_mib": round(found["l2CacheSize"] / 2**20, 1),
         "gpu_memory_gib": round(found["totalGlobalMem"] / 2**30, 1),
-        "driver": _driver(),
+        "driver": asked.get("driver_version", "unknown"),
         "cuda_driver": _cuda_version(runtime.driverGetVersion()),
         "cuda_runtime": _cuda_version(runtime.runtimeGetVersion()),
         "cupy": _version("cupy-cuda13x", "cupy-cuda12x", "cupy"),
         "torch": _version("torch"),
+        "sm_clock_mhz": smi.number(asked, "clocks.max.sm"),
+        "memory_clock_mhz": smi.number(asked, "clocks.max.memory"),
+        "power_limit_w": smi.number(asked, "power.limit"),
+        "pcie": smi.link(asked),
         **machine.environment(),
     }
 
@@ -130,9 +131,14 @@ def validate(data: Any) -> None:
     if data.get("bench") not in BENCHES:
         raise ValueError(f"bench {data.get('bench')!r} is none of {', '.join(BENCHES)}")
     found = data.get("environment")
-    if not isinstance(found, dict) or set(found) != set(_ENVIRONMENT):
-        raise ValueError(f"environment must have exactly {', '.join(_ENVIRONMENT)}")
-    for name, kind in _ENVIRONMENT.items():
+    kinds = _ENVIRONMENT | _LATER
+    if not isinstance(found, dict) or not set(_ENVIRONMENT) <= set(found) <= set(kinds):
+        raise ValueError(
+            f"environment must have exactly {', '.join(_ENVIRONMENT)}, and may have "
+            f"{', '.join(_LATER)}"
+        )
+    for name in found:
+        kind = kinds[name]
         if not (type(found[name]) is kind or (kind is float and type(found[name]) is int)):
             raise ValueError(f"environment.{name} must be {kind.__name__}, got {found[name]!r}")
     if not isinstance(data.get("run"), dict) or "date" not in data["run"]:
@@ -214,8 +220,9 @@ def run(
     found = environment()
     watch = machine.Watch()
     outcome = measure()
+    clock = smi.number(smi.asked(), "clocks.sm")  # before the GPU has slowed down again
     report = watch.report("quick" if quick else "full", outcome.states_compared)
-    data = document(bench, found, report, outcome)
+    data = document(bench, found, {**report, "sm_clock_mhz": clock}, outcome)
     validate(data)
     for table in tables(Found(data)):
         table.show()
@@ -272,15 +279,6 @@ def _check_record(record: Any, place: str) -> None:
     low, middle, high = record["p10_us"], record["median_us"], record["p90_us"]
     if record["n"] < 1 or not (0 <= low <= middle <= high and math.isfinite(high)):
         raise ValueError(f"{place} must have n >= 1 and 0 <= p10 <= median <= p90")
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.split("\n")[0].strip() or "unknown"
 
 
 def _cuda_version(number: int) -> str:

@@ -140,8 +140,17 @@ def size(count: int) -> str:
 def machine_text(data: Mapping[str, Any]) -> str:
     """The machine, in a sentence."""
     env = data["environment"]
+    about = [f"{env['sms']} multiprocessors", f"L2 {env['l2_mib']} MiB"]
+    if env.get("sm_clock_mhz"):
+        about.append(f"clocks up to {env['sm_clock_mhz']} and {env['memory_clock_mhz']} MHz")
+    if data["run"].get("sm_clock_mhz"):
+        about.append(f"{data['run']['sm_clock_mhz']} MHz after the run")
+    if env.get("power_limit_w"):
+        about.append(f"{env['power_limit_w']} W")
+    if env.get("pcie"):
+        about.append(f"PCIe {env['pcie']}")
     return (
-        f"{env['gpu']} ({env['sms']} multiprocessors, L2 {env['l2_mib']} MiB), driver "
+        f"{env['gpu']} ({', '.join(about)}), driver "
         f"{env['driver']}, CUDA {env['cuda_runtime']}, CuPy {env['cupy']}, torch {env['torch']}; "
         f"{env['cpu']}, {env['cores']} cores, {env['python']}, NumPy {env['numpy']}, sgalloc "
         f"{env['sgalloc']}. Measured {data['run']['date']}. Timing an empty call reads "

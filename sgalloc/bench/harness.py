@@ -73,11 +73,19 @@ class Effort:
     block: int = 5
 
 
-def alternate(sides: Sequence[Side], effort: Effort) -> dict[Key, list[int]]:
+def alternate(
+    sides: Sequence[Side], effort: Effort, clock: Callable[[], int] = perf_counter_ns
+) -> dict[Key, list[int]]:
     """Run the scripts of ``sides`` in turn and time their calls; nanoseconds by key.
 
     The sides take turns within one run, so that whatever else the machine does hits all of
     them. The cyclic garbage collector is off meanwhile, as `collector_off` says.
+
+    Args:
+        sides: who is measured.
+        effort: how long.
+        clock: nanoseconds. Where a long call is held against a short one on a busy machine it
+            has to be `time.thread_time_ns`: the long one is interrupted far more often.
     """
     times: dict[Key, list[int]] = {}
     unlabelled = {
@@ -86,7 +94,6 @@ def alternate(sides: Sequence[Side], effort: Effort) -> dict[Key, list[int]]:
         for step in side.steps
         if step.name is not None
     }
-    clock = perf_counter_ns
     with collector_off():
         for _ in range(effort.warm_up):
             for side in sides:
@@ -175,10 +182,11 @@ def summarize(series: Sequence[int], per: int = 1) -> Summary:
     )
 
 
-def empty_call() -> Summary:
+def empty_call(clock: Callable[[], int] = perf_counter_ns) -> Summary:
     """What the timing itself costs: an empty function between two readings of the clock."""
     step = Step("empty", lambda: None)
-    times = alternate([Side(SUBJECT, [step])], Effort(seconds=0.05, least=1000, most=5000))
+    effort = Effort(seconds=0.05, least=1000, most=5000)
+    times = alternate([Side(SUBJECT, [step])], effort, clock)
     return summarize(times[Key(SUBJECT, "empty", "")])
 
 
