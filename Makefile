@@ -6,12 +6,15 @@
 #   CONSTRAINTS=FILE         a pip constraints file for what is installed
 #   TORCH=1                  installs torch for the tests that exchange tensors with it
 #   KERNELS=1                installs NVRTC for the tests that compile the CUDA kernels
+#   CUDA=cuda13              the extra with CuPy that `make bench` installs: by default the one for
+#                            the driver that nvidia-smi names, and none where there is none
 
 PYTHON ?= python3
 ARGS ?=
 CONSTRAINTS ?=
 TORCH ?=
 KERNELS ?=
+CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\(1[23]\)\..*/cuda\1/p' | head -n 1)
 REPLAY_DEFAULTS ?= --limit 1000
 
 VENV := .venv
@@ -24,6 +27,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constrain
 flavour = $(if $(CONSTRAINTS),-$(subst /,_,$(CONSTRAINTS)))
 RUN_STAMP := $(VENV)/.installed$(flavour)
 TEST_STAMP := $(VENV_TEST)/.installed-test$(if $(TORCH),-torch)$(if $(KERNELS),-kernels)$(flavour)
+BENCH_STAMP := $(if $(CUDA),$(VENV)/.installed-$(CUDA)$(flavour))
 LINT_STAMP := $(VENV_TEST)/.installed-lint$(flavour)
 METADATA := setup.py pyproject.toml sgalloc/_version.py $(CONSTRAINTS)
 
@@ -36,14 +40,14 @@ help:
 	@echo "make replay   run the allocator under generated traffic (ARGS=\"--help\" lists the options)"
 	@echo "make test     run the tests (TORCH=1 KERNELS=1: those with torch and NVRTC too)"
 	@echo "make lint     ruff and mypy"
-	@echo "make bench    host benchmarks"
+	@echo "make bench    all benchmarks: the host's, and the GPU's where there is one"
 	@echo "make clean    remove the virtual environments and everything built"
 
 replay: $(RUN_STAMP)
 	$(VENV)/bin/sgalloc replay $(REPLAY_DEFAULTS) $(ARGS)
 
-bench: $(RUN_STAMP)
-	$(VENV)/bin/python -m profiling.bench_host $(ARGS)
+bench: $(RUN_STAMP) $(BENCH_STAMP)
+	$(VENV)/bin/python -m profiling.everything $(ARGS)
 
 test: $(TEST_STAMP)
 	$(VENV_TEST)/bin/python -m pytest $(ARGS)
@@ -64,6 +68,12 @@ clean:
 $(RUN_STAMP): $(METADATA) | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable ".[cli,report]"
 	@touch $@
+
+ifneq ($(BENCH_STAMP),)
+$(BENCH_STAMP): $(RUN_STAMP)
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable ".[cli,report,$(CUDA)]"
+	@touch $@
+endif
 
 $(TEST_STAMP): $(METADATA) | $(VENV_TEST)/bin/python
 	$(VENV_TEST)/bin/python -m pip install $(PIP_FLAGS) --editable ".[test$(if $(TORCH),$(comma)torch)$(if $(KERNELS),$(comma)kernels)]"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import click
@@ -16,8 +15,8 @@ from profiling import (
     breakdown,
     cache_verbs,
     group_verbs,
+    question,
     scaling,
-    tables,
     verbs,
     window_verbs,
 )
@@ -126,7 +125,7 @@ def measure(size: Size, names: tuple[str, ...], console: Console) -> dict[str, A
     run = watch.report(size.effort, sum(bench.states_compared for bench in benches.values()))
     data = measured.document(environment, run, benches)
     measured.validate(data)
-    console.print(tables.machine_text(data))
+    console.print(question.machine_text(data))
     return data
 
 
@@ -146,25 +145,12 @@ def measure(size: Size, names: tuple[str, ...], console: Console) -> dict[str, A
 def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
     """Measure sgalloc on the host, beside the plain Python loop: about four minutes."""
     if out is not None:
-        _prepare(out)
+        question.prepare(out)
     data = measure(QUICK if quick else FULL, only or tuple(RUNNERS), Console())
     if out is not None:
         path = out / machine.slug(data["environment"]) / "host.json"
         measured.write(data, path)
         click.echo(f"wrote {path}")
-
-
-def _prepare(folder: Path) -> None:
-    """Make sure that results can be written, before minutes are spent on them."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise click.BadParameter(
-            f"nothing can be written to {folder} ({error.strerror}): name another folder",
-            param_hint="--out",
-        ) from None
 
 
 if __name__ == "__main__":

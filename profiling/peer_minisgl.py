@@ -97,9 +97,9 @@ def measure_cell(cell: Cell, peer: Peer, seconds: float) -> list[Record]:
 def tables(found: Found) -> list[Table]:
     """What the results say."""
     common = (
-        "µs of processor time, a call of the whole batch, in turns, median (p10–p90); both write a table of slots, "
-        "in one thread. mini-sglang does without pinned memory, which needs a GPU, and without its "
-        "prefix cache, which it asks only when the pool is empty"
+        "µs of processor time, a call of the whole batch, in turns, median (p10–p90); both write "
+        "a table of slots, in one thread. mini-sglang does without pinned memory, which needs a "
+        "GPU, and without its prefix cache, which it asks only when the pool is empty"
     )
     titles = {
         DECODE: ("A decode step of one token (`allocate_paged`)", f"{common}."),
@@ -119,7 +119,7 @@ def tables(found: Found) -> list[Table]:
 @question.options
 @click.option("--seconds", default=0.5, show_default=True, help="Of one measurement, about.")
 def main(out: Path | None, quick: bool, seconds: float) -> None:
-    """Time mini-sglang's `allocate_paged` beside sgalloc, from the folder that $MINISGL_SRC names."""
+    """Time mini-sglang's `allocate_paged` beside sgalloc, from the folder in $MINISGL_SRC."""
 
     def run() -> question.Answer:
         return measure(QUICK if quick else CELLS, load(os.environ.get(VARIABLE)), seconds)

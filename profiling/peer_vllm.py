@@ -174,8 +174,8 @@ def admitting(cell: Cell, peer: Peer) -> list[Side]:
 def tables(found: Found) -> list[Table]:
     """What the results say."""
     common = (
-        "µs of processor time, a call of the whole batch, in turns, median (p10–p90). vLLM is called once a request, "
-        "as its scheduler does"
+        "µs of processor time, a call of the whole batch, in turns, median (p10–p90). vLLM is "
+        "called once a request, as its scheduler does"
     )
     titles = {
         DECODE: (

@@ -21,6 +21,7 @@ from sgalloc.bench.measured import Bench, Record
 # The modules of this package that answer one; each has `tables`.
 QUESTIONS = ("million", "peer_vllm", "peer_minisgl", "contiguity", "starting", "observers")
 NOT_YET = "Not measured yet."
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Answer(NamedTuple):

@@ -156,9 +156,9 @@ def first_table(found: Found) -> Table:
     )
     return Table(
         "First calls on a CPU, µs",
-        f"In the same way: a constructor for {BATCH} requests, prompts of up to {PROMPT:,} tokens for "
-        f"all of them (twice), then steps that reserve {RESERVE} tokens at page {PAGE} and commit "
-        "3.",
+        f"In the same way: a constructor for {BATCH} requests, prompts of up to {PROMPT:,} tokens "
+        f"for all of them (twice), then steps that reserve {RESERVE} tokens at page {PAGE} and "
+        "commit 3.",
         ["call", "as it is", "processor", "with `warm()` first", "processor"],
         rows,
         f"after `warm()` the first step takes {us(first)} µs of the processor, the second "

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from profiling import index, question
 from profiling.answers import build
 from profiling.layout import Found, us
 from sgalloc.bench import measured
@@ -22,26 +23,36 @@ from sgalloc.bench.harness import SUBJECT
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
-NOT_YET = "Not measured yet."
 
 _SOURCE = re.compile(r"<!-- results: (\S+) -->")
-_BLOCK = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- table: ([a-z_-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def rendered(data: Mapping[str, Any], name: str) -> str:
-    """What stands between the markers of the README for ``name``."""
+def rendered(data: Mapping[str, Any], name: str, folder: Path) -> str:
+    """What stands between the markers of the README for ``name``.
+
+    Args:
+        data: the results of `bench_host`.
+        name: of the block.
+        folder: where those of the other questions lie.
+    """
+    if name == "questions":
+        return index.table(data, folder)
+    if name in question.QUESTIONS:
+        return question.block(name, folder)
     if name == "machine":
-        return machine_text(data)
+        return question.machine_text(data)
     if name == "log":
         return log_text(data)
     if name not in data["benches"]:
-        return NOT_YET
+        return question.NOT_YET
     return "\n\n".join(table.markdown() for table in build(data, name))
 
 
 def fill(text: str, data: Mapping[str, Any]) -> str:
-    """``text`` with all its marked blocks made anew from ``data``."""
-    return _BLOCK.sub(lambda m: f"{m[1]}{rendered(data, m[2])}\n{m[3]}", text)
+    """``text`` with all its marked blocks made anew, from ``data`` and the files beside it."""
+    folder = source(text).parent
+    return _BLOCK.sub(lambda m: f"{m[1]}{rendered(data, m[2], folder)}\n{m[3]}", text)
 
 
 def source(text: str) -> Path:
@@ -97,23 +108,6 @@ def log_text(data: Mapping[str, Any]) -> str:
     ]
     head = "| predicted | changed | measured |\n| --- | --- | --- |\n"
     return head + "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def machine_text(data: Mapping[str, Any]) -> str:
-    """The machine and the run, in a sentence each."""
-    env, run = data["environment"], data["run"]
-    busy = "otherwise idle" if run["otherwise_idle"] else "busy with other work, too"
-    count = run["states_compared"]
-    equal = f" The two sides' states were compared {count} times and were equal." if count else ""
-    return (
-        f"{env['cpu']} (family/model {env['cpu_family_model']}), {env['cores']} cores, "
-        f"{env['memory_gib']} GiB, {env['system']}, huge pages: {env['huge_pages']}; "
-        f"{env['python']}, NumPy {env['numpy']}, "
-        f"sgalloc {env['sgalloc']}. Measured {run['date']} in {run['seconds']:.0f} s "
-        f"({run['effort']} run) on a machine that was {busy}: other processes used "
-        f"{run['other_cores']:.2f} cores. Peak memory {run['peak_memory_gib']} GiB. Timing an "
-        f"empty call reads {env['empty_call_us']:.2f} µs, which is not taken off.{equal}"
-    )
 
 
 @click.command()

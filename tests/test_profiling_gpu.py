@@ -34,7 +34,6 @@ from profiling.gpu import (
     peer_sglang,
     row_digest,
     sglang_engine,
-    smi,
     starting,
     steps,
     strategies,

@@ -103,6 +103,11 @@ def environment() -> dict[str, Any]:
     }
 
 
+def slug(environment: Mapping[str, Any]) -> str:
+    """A folder name for the GPU, such as ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", environment["gpu"].lower()).strip("-")
+
+
 def document(
     bench: str, environment: Mapping[str, Any], run: Mapping[str, Any], outcome: Outcome
 ) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -93,63 +93,70 @@ def measure(
     gpu: Gpu, cases: Iterable[tuple[int, int]], amounts: dict[str, int] = BYTES
 ) -> common.Outcome:
     """Gathers by graph replay, in turns, beside a copy; each is compared with what it should be."""
+    records: list[Record] = []
+    for page, heads in cases:
+        for state, amount in amounts.items():
+            records += measured_cell(gpu, page, heads, state, amount)
+            gpu.free_unused()
+    return common.Outcome(records, [], sum(record.side != COPY for record in records))
+
+
+def measured_cell(gpu: Gpu, page: int, heads: int, state: str, amount: int) -> list[Record]:
+    """One size of pages in every order."""
+    per_page = page * heads * HEAD_BYTES // 16
+    lists = orders(page, amount // (16 * per_page))
+    count = lists[CONTIGUOUS].size
+    total = count * per_page
+    pool = gpu.to_device(pattern(1 + max(int(ids.max()) for ids in lists.values()), per_page))
+    out = gpu.empty((total, 4))
+    there = {name: gpu.to_device(ids) for name, ids in lists.items()}
+    # In a cold state one launch moves more than L2 holds; in a warm one many follow.
+    repeats = 1 if state == COLD else 20
+    graphs = {
+        name: gpu.capture(gather(gpu, int(ids.data.ptr), pool, out, per_page, repeats))
+        for name, ids in there.items()
+    }
+    for name, ids in lists.items():
+        out.fill(-1)
+        gpu.wait()
+        gpu.launch(graphs[name])
+        gpu.wait()
+        check(gpu, out, ids, per_page, name)
+
+    def copy(stream: int) -> None:
+        source, target = int(pool.data.ptr), int(out.data.ptr)
+        for _ in range(repeats):
+            gpu.runtime.memcpyAsync(target, source, 16 * total, _DEVICE_TO_DEVICE, stream)
+
+    graphs[COPY] = gpu.capture(copy)
+    at: dict[str, int | str] = {"page": page, "heads": heads, "l2": state}
+    at |= {"bytes": 16 * total, "pages": count}
+    runs = {name: int(extents(ids + 1)[0].size) for name, ids in lists.items()} | {COPY: 1}
+    return [
+        Record("gather", name, {**at, "extents": runs[name]}, summarize(took, per=repeats))
+        for name, took in gpu.replays(graphs, REPLAYS[state]).items()
+    ]
+
+
+def gather(
+    gpu: Gpu, pages: int, pool: Any, out: Any, per_page: int, repeats: int
+) -> Callable[[int], None]:
+    """Puts gathers of the list at the address ``pages`` on a stream, one after the other."""
     from sgalloc.device.streams import Handle
 
-    records: list[Record] = []
-    compared = 0
     function = gpu.function(_GATHER, "gather_kv")
-    for page, heads in cases:
-        per_page = page * heads * HEAD_BYTES // 16
-        for state, amount in amounts.items():
-            count = amount // (16 * per_page)
-            lists = orders(page, count)
-            top = 1 + max(int(ids.max()) for ids in lists.values())
-            pool = gpu.to_device(pattern(top, per_page))
-            out = gpu.empty((count * per_page, 4))
-            total = count * per_page
-            grid = (-(-total // (THREADS * EACH)),)
-            graphs, there = {}, {}
-            # In a cold state one launch moves more than L2 holds; in a warm one many follow.
-            repeats = 1 if state == COLD else 20
-            for name, ids in lists.items():
-                there[name] = gpu.to_device(ids)
-                arguments = (
-                    int(there[name].data.ptr),
-                    *(int(pool.data.ptr), int(out.data.ptr)),
-                    *(np.int32(per_page), np.int64(total)),
-                )
+    total = out.shape[0]
+    grid = (-(-total // (THREADS * EACH)),)
+    arguments = (
+        *(pages, int(pool.data.ptr), int(out.data.ptr)),
+        *(np.int32(per_page), np.int64(total)),
+    )
 
-                def put(stream: int, arguments: Any = arguments, repeats: int = repeats) -> None:
-                    for _ in range(repeats):
-                        function(grid, (THREADS,), arguments, 0, Handle(stream))
+    def put(stream: int) -> None:
+        for _ in range(repeats):
+            function(grid, (THREADS,), arguments, 0, Handle(stream))
 
-                graphs[name] = gpu.capture(put)
-
-            def copy(stream: int, repeats: int = repeats) -> None:
-                for _ in range(repeats):
-                    gpu.runtime.memcpyAsync(
-                        *(int(out.data.ptr), int(pool.data.ptr), 16 * total),
-                        *(_DEVICE_TO_DEVICE, stream),
-                    )
-
-            graphs[COPY] = gpu.capture(copy)
-            for name, ids in lists.items():
-                out.fill(-1)
-                gpu.wait()
-                gpu.launch(graphs[name])
-                gpu.wait()
-                check(gpu, out, ids, per_page, name)
-                compared += 1
-            for name, took in gpu.replays(graphs, REPLAYS[state]).items():
-                at: dict[str, int | str] = {
-                    **{"page": page, "heads": heads, "bytes": 16 * total, "l2": state},
-                    "pages": count,
-                    "extents": 1 if name == COPY else extents(lists[name] + 1)[0].size,
-                }
-                records.append(Record("gather", name, at, summarize(took, per=repeats)))
-            del pool, out, graphs, there, copy
-            gpu.free_unused()
-    return common.Outcome(records, [], compared)
+    return put
 
 
 def pattern(pages: int, per_page: int) -> Any:
