@@ -74,10 +74,17 @@ ENTRIES = (
     Entry("The prefix cache", HOST, "cache", "what-does-each-verb-cost"),
     Entry("SGLang beside it", GPU, "peer_sglang", "sglang"),
     Entry(
-        "vLLM's `allocate_slots` beside it", ALONE, "peer_vllm", "vllm-and-mini-sglang-beside-it"
+        "vLLM's `allocate_slots` beside it: decode",
+        ALONE,
+        "peer_vllm",
+        "vllm-and-mini-sglang-beside-it",
     ),
     Entry(
-        "mini-sglang's `allocate_paged` beside it",
+        "vLLM beside it: requests that end",
+        *(ALONE, "peer_vllm", "vllm-and-mini-sglang-beside-it", 3),
+    ),
+    Entry(
+        "mini-sglang's `allocate_paged` beside it: decode",
         ALONE,
         "peer_minisgl",
         "vllm-and-mini-sglang-beside-it",

@@ -18,7 +18,16 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from profiling import answers, bench_host, breakdown, cache_verbs, group_verbs, tables, verbs
+from profiling import (
+    answers,
+    bench_host,
+    breakdown,
+    cache_verbs,
+    group_verbs,
+    question,
+    tables,
+    verbs,
+)
 from sgalloc.bench import aim, course, machine, measured
 from sgalloc.bench.harness import (
     LOOP,
@@ -404,8 +413,9 @@ def test_the_page_shows_what_its_results_say() -> None:
     assert data["run"]["effort"] == "full"
     assert machine.slug(data["environment"]) == tables.source(text).parent.name
     assert tables.fill(text, data) == text, "run python -m profiling.tables --write"
-    shown = re.findall(r"<!-- table: ([a-z-]+) -->", text)
-    assert sorted(shown) == sorted((*answers.BENCHES, "machine", "log"))
+    shown = re.findall(r"<!-- table: ([a-z_-]+) -->", text)
+    others = ("machine", "log", "questions", *question.QUESTIONS)
+    assert sorted(shown) == sorted((*answers.BENCHES, *others))
     assert text.count("<!-- end -->") == len(shown)
     assert len({(r["at"]["batch"], r["at"]["page"]) for r in data["benches"]["verbs"]}) == 15
 
