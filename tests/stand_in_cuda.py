@@ -229,12 +229,12 @@ def _scatter(threads: int, places: int, values: int, table: int, count: Any) -> 
     _view(table, at.max() + 1, np.int32)[at] = _view(values, count, np.int32)
 
 
-def _gather(threads: int, pages: int, pool: int, out: int, per_page: Any, count: Any) -> None:
+def _gather(threads: int, pages: int, pool: int, out: int, shift: Any, count: Any) -> None:
+    per_page = 1 << int(shift)
     assert threads >= count and count % per_page == 0
     ids = _view(pages, count // per_page, np.int32).astype(np.int64)
-    words = 4 * int(per_page)
-    there = _view(pool, (ids.max() + 1) * words, np.int32).reshape(-1, words)
-    _view(out, 4 * count, np.int32)[:] = there[ids].reshape(-1)
+    there = _view(pool, (ids.max() + 1) * 4 * per_page, np.int32).reshape(-1, 4 * per_page)
+    _view(out, 4 * int(count), np.int32)[:] = there[ids].reshape(-1)
 
 
 def _fill(

@@ -34,7 +34,7 @@ README = HERE / "README.md"
 NOT_YET = "Not measured yet."
 
 _SOURCE = re.compile(r"<!-- results: (\S+) -->")
-_BLOCK = re.compile(r"(<!-- table: ([a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- table: ([a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _ENVIRONMENT = {
     "gpu": str,
     "sms": int,

@@ -33,18 +33,18 @@ BYTES = {COLD: 1 << 28, WARM: 12 << 20}
 REPLAYS = {COLD: 15, WARM: 40}
 THREADS, EACH = 256, 4
 _DEVICE_TO_DEVICE = 3
-# Each block copies a chunk of consecutive bytes of the output, 16 at a time: `per_page` of them a
-# page. A page is looked up in the list as attention kernels look it up in their page table.
+# A thread copies 16 bytes at a time, neighbours of neighbours; a page has 2**shift of them. It is
+# looked up in the list as attention kernels look it up in their page table.
 _GATHER = r"""
-extern "C" __global__ void gather_kv(const int* pages, const int4* pool, int4* out, int per_page,
-                                     long long count) {
-    long long start = (long long)blockIdx.x * blockDim.x * 4 + threadIdx.x;
-    #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-        long long at = start + (long long)n * blockDim.x;
+extern "C" __global__ void gather_kv(const int* __restrict__ pages,
+                                     const int4* __restrict__ pool, int4* __restrict__ out,
+                                     int shift, unsigned count) {
+    unsigned start = blockIdx.x * blockDim.x * 4 + threadIdx.x;
+    for (unsigned n = 0; n < 4; ++n) {
+        unsigned at = start + n * blockDim.x;
         if (at >= count) return;
-        long long page = at / per_page;
-        out[at] = pool[(long long)pages[page] * per_page + (at - page * per_page)];
+        unsigned inside = at & ((1u << shift) - 1);
+        out[at] = pool[((long long)pages[at >> shift] << shift) + inside];
     }
 }
 """
@@ -145,11 +145,13 @@ def gather(
     from sgalloc.device.streams import Handle
 
     function = gpu.function(_GATHER, "gather_kv")
-    total = out.shape[0]
+    total, shift = out.shape[0], per_page.bit_length() - 1
+    if per_page != 1 << shift:
+        raise ValueError(f"a page of {16 * per_page} bytes is no power of two")
     grid = (-(-total // (THREADS * EACH)),)
     arguments = (
         *(pages, int(pool.data.ptr), int(out.data.ptr)),
-        *(np.int32(per_page), np.int64(total)),
+        *(np.int32(shift), np.uint32(total)),
     )
 
     def put(stream: int) -> None:

@@ -20,7 +20,7 @@ from sgalloc.bench.measured import Record
 COLD, WARM = "cold", "warm"
 # What the sets of a cold series write together: several times the L2 of any card.
 _COLD = 240_000_000
-WRITTEN = (65_536, 1 << 20, 16_000_000)
+WRITTEN = (1 << 18, 1 << 20, 16_000_000)
 
 
 def cases() -> Iterator[Case]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 FIELDS = (
     "driver_version",
@@ -18,9 +18,14 @@ FIELDS = (
 
 def asked() -> dict[str, str]:
     """The values of `FIELDS`, without units; those that it does not know are left out."""
+    # A version that does not know one of them answers nothing at all.
+    return _asked(FIELDS) or _asked(FIELDS[:1])
+
+
+def _asked(fields: Sequence[str]) -> dict[str, str]:
     from cupy.cuda import runtime
 
-    command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     where = getattr(runtime, "deviceGetPCIBusId", None)
     if where is not None:  # nvidia-smi counts the GPUs otherwise than CUDA does
         command.append(f"--id={where(runtime.getDevice())}")
@@ -30,11 +35,11 @@ def asked() -> dict[str, str]:
         return {}
     line = done.stdout.split("\n")[0]
     values = [value.strip() for value in line.split(",")]
-    if len(values) != len(FIELDS):
+    if len(values) != len(fields):
         return {}
     return {
         name: value
-        for name, value in zip(FIELDS, values, strict=True)
+        for name, value in zip(fields, values, strict=True)
         if value and not value.startswith("[")
     }
 
