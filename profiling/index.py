@@ -108,6 +108,7 @@ ENTRIES = (
         1,
     ),
     Entry("A window", HOST, "window", "what-does-a-window-cost"),
+    Entry("Proving the tables", GPU, "row_digest", "proving-the-tables"),
     Entry("Being watched", ALONE, "observers", "what-does-it-cost-to-be-watched"),
 )
 

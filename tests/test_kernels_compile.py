@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from cuda_on_cpu.emulator import missing
 
+from profiling.gpu import contiguity, strategies
 from profiling.gpu.strided import FILL
 from sgalloc.cuda_source import cuda_dir, read_text
 from sgalloc.device.kernels import SOURCES, read_kernels
@@ -161,6 +162,15 @@ def test_nvcc_compiles_the_fill_of_the_benchmarks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"st\.global\.v4\.[bu]32", done.stdout)
     assert not re.search(r"\bld\.global", done.stdout), "a fill reads nothing"
+
+
+def test_nvcc_compiles_the_other_kernels_of_the_benchmarks(tmp_path: Path) -> None:
+    source = tmp_path / "questions.cu"
+    source.write_text(strategies._SCATTER + contiguity._GATHER, encoding="utf-8")
+    done = nvcc(source, "-ptx", "-o", "/dev/stdout", "-arch=compute_80")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\bld\.global\.nc\.v4\.[bu]32", done.stdout)
+    assert re.search(r"\bst\.global\.v4\.[bu]32", done.stdout)
 
 
 def test_nvcc_would_refuse_a_warning(tmp_path: Path) -> None:
