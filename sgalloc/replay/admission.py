@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -20,6 +21,43 @@ _TIMED = ("open", "open_with_prefix", "batch", "plan", "apply", "commit", "trim"
 _TIMED_PREFIX = ("match", "publish")
 # Steps after which a request that waits for pages is looked at again, whatever is free.
 _LOOK_AGAIN = 16
+
+
+def made(
+    options: Options, num_pages: int, longest: int, recording: Recording, where: str = ""
+) -> KVAllocator:
+    """An allocator for requests of up to ``longest`` tokens, its verbs timed in ``recording``.
+
+    Args:
+        options: how the engine runs.
+        num_pages: pages of the pool.
+        longest: prompt and output of the longest request, tokens.
+        recording: where the time of the verbs and the samples of the second group go.
+        where: the node, as its verbs and pools are called.
+    """
+    alloc = KVAllocator(
+        num_pages,
+        options.page_size,
+        options.running_limit,
+        sizing.row_width(longest, options.spec, options.page_size),
+        device=options.device,
+        window=options.window,
+        sparse=options.sparse,
+        prefix_cache=options.prefix_cache,
+    )
+    verbs = [*_TIMED]
+    if options.tree:
+        verbs.append("compact")
+    if options.window is not None:
+        verbs.append("evict_window")
+        recording.pools[where + windowed.GROUP] = PoolRecord(options.window.num_pages)
+    if options.sparse is not None:
+        verbs.append("to_sparse")
+        recording.pools["device"] = PoolRecord(options.num_pages)
+    time_verbs(alloc, verbs, recording, where)
+    if options.prefix_cache:
+        time_verbs(alloc.prefix, _TIMED_PREFIX, recording, where)
+    return alloc
 
 
 class Blocked:
@@ -46,6 +84,13 @@ class Blocked:
 class Admission:
     """The part of the engine that takes requests in and prefills them.
 
+    Args:
+        workload: the requests.
+        options: how.
+        config: the options as plain values, for the record.
+        kept: allocators to run on, by node (``""``, and ``"prefill "`` where there are two);
+            they were made for these options, and their verbs are not timed here.
+
     Attributes:
         alloc: the allocator; of the decode node where there are two.
         entry: the allocator on which prompts are prefilled; the same where there is one.
@@ -53,9 +98,14 @@ class Admission:
     """
 
     def __init__(
-        self, workload: Workload, options: Options, config: dict[str, object] | None = None
+        self,
+        workload: Workload,
+        options: Options,
+        config: dict[str, object] | None = None,
+        kept: Mapping[str, KVAllocator] | None = None,
     ) -> None:
         self._options = options
+        self._kept = {} if kept is None else kept
         self._rng = np.random.default_rng(options.seed)
         self._requests = Requests(workload, options.speed, options.abort_rate, self._rng)
         self.recording = Recording(
@@ -88,31 +138,10 @@ class Admission:
 
     def _allocator(self, num_pages: int, where: str) -> KVAllocator:
         """An allocator whose verbs are timed, and whose second group is sampled."""
-        options = self._options
+        if where in self._kept:
+            return self._kept[where]
         longest = int((self._requests.prompt + self._requests.goal).max(initial=1))
-        alloc = KVAllocator(
-            num_pages,
-            options.page_size,
-            options.running_limit,
-            sizing.row_width(longest, options.spec, options.page_size),
-            device=options.device,
-            window=options.window,
-            sparse=options.sparse,
-            prefix_cache=options.prefix_cache,
-        )
-        verbs = [*_TIMED]
-        if options.tree:
-            verbs.append("compact")
-        if options.window is not None:
-            verbs.append("evict_window")
-            self.recording.pools[where + windowed.GROUP] = PoolRecord(options.window.num_pages)
-        if options.sparse is not None:
-            verbs.append("to_sparse")
-            self.recording.pools["device"] = PoolRecord(options.num_pages)
-        time_verbs(alloc, verbs, self.recording, where)
-        if options.prefix_cache:
-            time_verbs(alloc.prefix, _TIMED_PREFIX, self.recording, where)
-        return alloc
+        return made(self._options, num_pages, longest, self.recording, where)
 
     # -- arrival ---------------------------------------------------------------------------
 
@@ -247,17 +276,22 @@ class Admission:
         """
         requests = self._requests
         if not self._options.prefix_cache or requests.unshared[which]:
-            return int(self.entry.open()[0]), 0
+            return self._unmatched(), 0
         # The last token is computed in any case: its logits are the first output.
-        match = self.entry.prefix.match(requests.tokens(which)[:-1])
+        known = requests.tokens(which)[:-1]
+        match = self.entry.prefix.match(known, self._options.namespace)
         handle = int(self.entry.open_with_prefix(match)[0])
         if alone and self._window is not None:
             room = self.entry.available(windowed.GROUP, counting_cache=True)
             if room < self._window.of(self._longest(which)) and match.length:
                 self.entry.release(handle)
                 self._unshare(which)
-                return int(self.entry.open()[0]), 0
+                return self._unmatched(), 0
         return handle, match.length
+
+    def _unmatched(self) -> int:
+        """A handle of a request that begins with nothing."""
+        return int(self.entry.open(namespace=self._options.namespace)[0])
 
     def _unshare(self, which: int) -> None:
         """From now on a request goes without cached prefixes, whose window pages it locks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -20,18 +21,24 @@ from sgalloc.replay.admission import Blocked
 from sgalloc.replay.clock import Until
 from sgalloc.replay.engine import Engine
 from sgalloc.replay.options import Options
-from sgalloc.replay.recording import PoolRecord, time_verbs
+from sgalloc.replay.recording import PoolRecord, Recording, time_verbs
 from sgalloc.replay.requests import IntArray, Workload
 from sgalloc.replay.state import NEVER
 from sgalloc.retraction import choose_victims
 from sgalloc.stats import Stats
 
 PREFILL = "prefill"
-_TIMED = ("preallocate", "acknowledge", "abort", "reclaim", "pages")
+_TIMED = ("preallocate", "acknowledge", "abort", "reclaim")
 # A transfer is given up after so many times what it should take, and some seconds.
 _PATIENCE, _GRACE = 8.0, 0.5
 # How a request of those that are aborted may end while its KV is under way.
 _NONE, _ABORTED, _ABORTED_LOST, _LOST = range(4)
+
+
+def time_transfers(decode: KVAllocator, prefill: KVAllocator, recording: Recording) -> None:
+    """Time the verbs that two nodes use beside those of one, in ``recording``."""
+    time_verbs(decode, _TIMED, recording)
+    time_verbs(prefill, ["pages"], recording, PREFILL + " ")
 
 
 class News(NamedTuple):
@@ -66,16 +73,20 @@ class Disaggregated(Engine):
     """
 
     def __init__(
-        self, workload: Workload, options: Options, config: dict[str, object] | None = None
+        self,
+        workload: Workload,
+        options: Options,
+        config: dict[str, object] | None = None,
+        kept: Mapping[str, KVAllocator] | None = None,
     ) -> None:
         assert options.disaggregated is not None
         self._nodes = options.disaggregated
-        super().__init__(workload, options, config)
+        super().__init__(workload, options, config, kept)
         requests = self._requests
-        time_verbs(self.alloc, [verb for verb in _TIMED if verb != "pages"], self.recording)
         self.recording.pools[PREFILL] = PoolRecord(self._nodes.prefill_pages)
         self.entry = self._allocator(self._nodes.prefill_pages, PREFILL + " ")
-        time_verbs(self.entry, ["pages"], self.recording, PREFILL + " ")
+        if kept is None:
+            time_transfers(self.alloc, self.entry, self.recording)
         self._entry_handle = np.zeros(len(requests), np.int64)
         chosen = (requests.abort_at != NEVER) & (self._rng.random(len(requests)) < 0.5)
         fates = self._rng.integers(_ABORTED, _LOST + 1, len(requests))
@@ -231,7 +242,7 @@ class Disaggregated(Engine):
             tokens = requests.tokens(which)[: int(requests.filled[which])]
             match = None
             if self._options.prefix_cache and not requests.unshared[which]:
-                match = alloc.prefix.match(tokens)
+                match = alloc.prefix.match(tokens, self._options.namespace)
             others = [size for one, size in self._came_back.items() if one != which]
             entry = (tokens.size, 0 if match is None else match)
             if active and not admit(alloc, [entry], active, self._options.ahead, others):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 
 import numpy as np
@@ -30,15 +30,20 @@ class Engine(Admission):
         workload: the requests.
         options: how.
         config: the options as plain values, for the record.
+        kept: allocators to run on, by node; they are not timed here.
 
     Raises:
         ValueError: a pool, or a window group, that cannot hold one request.
     """
 
     def __init__(
-        self, workload: Workload, options: Options, config: dict[str, object] | None = None
+        self,
+        workload: Workload,
+        options: Options,
+        config: dict[str, object] | None = None,
+        kept: Mapping[str, KVAllocator] | None = None,
     ) -> None:
-        super().__init__(workload, options, config)
+        super().__init__(workload, options, config, kept)
         self._speculation = Speculation(options) if options.speculates else None
         self._batch = self.alloc.batch([])
         # Of an overlapped step that still runs: who took part, and what the model will keep.
@@ -321,20 +326,21 @@ class Engine(Admission):
         if side is not None:
             self.recording.pools[side].sample(stats.groups[side])
 
-    def _drain(self) -> None:
-        """Give everything back, empty the cache, and see that nothing is missing."""
+    def _drain(self, empty: bool = True) -> None:
+        """Give everything back, empty the cache if so asked, and see that nothing is missing."""
         for alloc in self._allocators():
             alloc.check(device=True)
         self._over = True
         self._give_all_back()
         for alloc in self._allocators():
             alloc.settle()
-            if self._options.prefix_cache:
+            if self._options.prefix_cache and empty:
                 alloc.prefix.clear()
             alloc.check(device=True)
             stats = alloc.stats()
-            groups = stats.groups.values()
-            self.recording.leaked_pages += sum(group.total - group.free for group in groups)
+            for group in stats.groups.values():
+                kept = 0 if empty else group.cached - group.locked
+                self.recording.leaked_pages += group.total - group.free - kept
             self.recording.leaked_rows += stats.rows.total - stats.rows.free
 
     def _give_all_back(self) -> None:

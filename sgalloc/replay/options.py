@@ -46,6 +46,7 @@ class Options:
         acceptance: how many drafted tokens a step keeps; needed with speculation.
         overlap: whether the engine hears of a step's accepted tokens a step late.
         prefix_cache: whether finished requests leave their pages for others.
+        namespace: of all requests of the run, in the prefix cache.
         window: a second group of pages, for sliding window attention.
         sparse: the KV in host memory under logical pages, and a buffer on the device.
         disaggregated: a prefill node with a pool of its own.
@@ -68,6 +69,7 @@ class Options:
     acceptance: Acceptance | None = None
     overlap: bool = False
     prefix_cache: bool = True
+    namespace: int | str | bytes | None = None
     window: SlidingWindow | None = None
     sparse: Sparse | None = None
     disaggregated: Disaggregation | None = None

@@ -60,13 +60,15 @@ class Workload(NamedTuple):
     """Requests in order of arrival, and what reading them met.
 
     ``skipped`` counts the lines that were left out; ``problems`` says why, each with its line
-    number, for the first 20 of them.
+    number, for the first 20 of them. ``numbers`` holds the number of each request by which text
+    that nothing shares is told apart; None: its place in ``requests``.
     """
 
     name: str
     requests: list[TraceRequest]
     skipped: int
     problems: list[str]
+    numbers: IntArray | None = None
 
 
 def whole_number(name: str, value: SupportsIndex, least: int, most: int) -> int:

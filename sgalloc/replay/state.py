@@ -29,6 +29,7 @@ class Requests:
     ) -> None:
         self._rows: list[TraceRequest] = workload.requests
         n = len(self._rows)
+        self._numbers = np.arange(n) if workload.numbers is None else workload.numbers
         self.arrival = np.array([row.arrival for row in self._rows]) / speed
         self.prompt: IntArray = np.array([row.prompt_len for row in self._rows], np.int64)
         self.goal: IntArray = np.array([row.output_len for row in self._rows], np.int64)
@@ -51,7 +52,8 @@ class Requests:
 
     def tokens(self, which: int) -> IntArray:
         """Ids of the prompt and of all tokens put out so far, int64."""
-        prompt = prompt_ids(self._rows[which], which)
+        number = int(self._numbers[which])
+        prompt = prompt_ids(self._rows[which], number)
         if not self.produced[which]:
             return prompt
-        return np.concatenate((prompt, output_ids(which, 0, int(self.produced[which]))))
+        return np.concatenate((prompt, output_ids(number, 0, int(self.produced[which]))))
