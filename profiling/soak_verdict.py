@@ -1,0 +1,148 @@
+"""What the records of a soak say: growth of memory, drift of latencies, and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+MIB = 2**20
+
+
+class Limit(NamedTuple):
+    """How much a kind of memory may grow between the first and the last tenth.
+
+    Attributes:
+        about: what it is.
+        per_million: a million steps.
+        least: in any case; what settles late, and what the records themselves take.
+    """
+
+    about: str
+    per_million: float
+    least: float
+
+
+LIMITS = {
+    "blocks": Limit("Python blocks", 1000, 1000),
+    "native": Limit("bytes from malloc", MIB / 4, MIB / 4),
+    "resident": Limit("resident bytes", 4 * MIB, 16 * MIB),
+    "device": Limit("device bytes of the pool", 0, 0),
+}
+# Of the steps, at least; the caches of Python and NumPy, and the high water, have settled then.
+_WARM_UP = 0.1
+
+
+def finish(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with growth, drift and verdict in it."""
+    growth, drift = growths(data), drifts(data)
+    causes = [] if data["problem"] is None else [data["problem"]]
+    for name, found in growth.items():
+        if found["grown"] > found["limit"]:
+            causes.append(
+                f"{LIMITS[name].about} grew by {found['grown']:,.0f} in "
+                f"{found['steps']:,} steps, limit {found['limit']:,.0f}"
+            )
+    verdict = {"sound": not causes, "causes": causes}
+    order = [key for key in data if key not in ("drained", "intervals")]
+    head = {key: data[key] for key in order}
+    return head | {
+        "verdict": verdict,
+        "growth": growth,
+        "drift": drift,
+        "drained": data["drained"],
+        "intervals": data["intervals"],
+    }
+
+
+def growths(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """How much each kind of memory grew, from the first tenth after the warm-up to the last.
+
+    Taken where nothing is held: all requests gone, the cache empty. None where there are fewer
+    than three such moments after the warm-up.
+    """
+    first, last = tenths(data["drained"], data["steps"])
+    found: dict[str, dict[str, Any]] = {}
+    if not first or first[-1] is last[0]:
+        return found
+    steps = round(_middle(last, "steps") - _middle(first, "steps"))
+    for name, limit in LIMITS.items():
+        if first[0][name] is None:
+            continue
+        grown = _middle(last, name) - _middle(first, name)
+        found[name] = {
+            "first": _middle(first, name),
+            "last": _middle(last, name),
+            "grown": grown,
+            "steps": steps,
+            "per_million": round(grown / steps * 1e6, 1),
+            "limit": max(limit.least, limit.per_million * steps / 1e6),
+        }
+    return found
+
+
+def drifts(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Microseconds of each verb in the first tenth after the warm-up and in the last."""
+    first, last = tenths(data["intervals"], data["steps"])
+    if not first:
+        return {}
+    names = [name for name in first[0]["verbs"] if all(name in one["verbs"] for one in last)]
+    found = {}
+    for name in names:
+        series = [
+            [one["verbs"][name] for one in part if name in one["verbs"]] for part in (first, last)
+        ]
+        medians, worst = (
+            [median(row[column] for row in part) / 1e3 for part in series] for column in (1, 2)
+        )
+        found[name] = {
+            "calls": sum(one["verbs"].get(name, [0])[0] for one in data["intervals"]),
+            "median_us": [round(value, 2) for value in medians],
+            "p99_us": [round(value, 2) for value in worst],
+            "ratio": round(medians[1] / medians[0], 3),
+            "p99_ratio": round(worst[1] / worst[0], 3),
+        }
+    return found
+
+
+def tenths(
+    records: Sequence[Mapping[str, Any]], steps: int
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """The records of the first tenth after the warm-up, and those of the last.
+
+    At least one each, and at least three in all after the warm-up; else none.
+    """
+    warm = [one for one in records if one["steps"] >= _WARM_UP * steps]
+    if len(warm) < 3:
+        return [], []
+    size = max(1, len(warm) // 10)
+    return warm[:size], warm[-size:]
+
+
+def summary_lines(data: Mapping[str, Any]) -> list[str]:
+    """What is printed at the end."""
+    rounds = ", ".join(
+        f"{name} {share:.2f} times"
+        for name, share in zip(data["traffic"]["traces"], data["traffic"]["rounds"], strict=True)
+    )
+    lines = [f"{data['steps']:,} steps in {data['run']['seconds']:,.0f} s: {rounds}"]
+    for name, found in data["growth"].items():
+        lines.append(
+            f"{LIMITS[name].about}: {found['first']:,.0f} -> {found['last']:,.0f}, "
+            f"{found['per_million']:+,.0f} a million steps"
+        )
+    for name, found in data["drift"].items():
+        before, after = found["median_us"]
+        low, high = found["p99_us"]
+        lines.append(
+            f"{name}: {found['calls']:,} calls, median {before:.1f} -> {after:.1f} µs "
+            f"({found['ratio']:.2f}x), p99 {low:.1f} -> {high:.1f} µs ({found['p99_ratio']:.2f}x)"
+        )
+    if not data["growth"]:
+        lines.append("Too short to say whether memory grows.")
+    lines.append("sound" if data["verdict"]["sound"] else "; ".join(data["verdict"]["causes"]))
+    return lines
+
+
+def _middle(records: Sequence[Mapping[str, Any]], name: str) -> float:
+    return float(median(one[name] for one in records))
