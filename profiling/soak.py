@@ -14,22 +14,22 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 
 from profiling import machine
-from profiling.memory import memory
+from profiling.memory import memory, settle
 from profiling.soak_verdict import finish, summary_lines
 from sgalloc.errors import AllocError
 from sgalloc.groups.sparse import Sparse
 from sgalloc.groups.window import SlidingWindow
 from sgalloc.replay.acceptance import Acceptance
-from sgalloc.replay.endless import Endless, Stage, endless
+from sgalloc.replay.endless import Stage, endless
 from sgalloc.replay.options import Disaggregation, Options
 from sgalloc.replay.recording import Totals
 from sgalloc.replay.requests import TraceRequest, Workload
@@ -75,7 +75,7 @@ class Settings:
         abort_rate: share of the requests that are aborted at a random point.
         park_rate: chance of a step to park a request.
         requests: requests of one run, from all traces.
-        every: steps between two records.
+        every: steps between two records, at least; each is made at the end of a round of modes.
         check_every: steps between two checks of the laws; each tenth looks at the device.
         seed: of all that is random.
     """
@@ -205,7 +205,8 @@ class Soak:
 
     Attributes:
         steps: steps so far.
-        intervals, drained: records, as JSON: while it runs, and with everything given back.
+        records: JSON, of what happened since the one before, and what is held when there is
+            nothing to hold: all requests gone and the cache empty.
         problem: what was wrong, or None.
         interrupted: whether it ended before its steps were done.
     """
@@ -226,19 +227,17 @@ class Soak:
             alloc.warm()
         self.device = self.alloc.device
         self.steps = self.runs = 0
-        self.intervals: list[str] = []
-        self.drained: list[str] = []
+        self.records: list[str] = []
         self.problem: str | None = None
         self.interrupted = False
         self.counts: Counter[str] = Counter()
         self._note = note
         self._rng = np.random.default_rng(settings.seed)
-        self._engine: Endless | None = None
-        self._base = 0
         self._began = self._since = perf_counter()
         self._next = settings.every
         self._before: Counter[str] = Counter()
         self._steps_before = 0
+        self._busy = process_time()
 
     @property
     def seconds(self) -> float:
@@ -248,20 +247,25 @@ class Soak:
     def stop(self) -> None:
         """End after the present step; safe to call from a signal handler."""
         self.interrupted = True
-        if self._engine is not None:
-            self._engine.stop()
 
     def run(self) -> None:
         """Run all steps, or until it is stopped, its time is over or something is wrong."""
-        while self.steps < self.settings.steps and not self.interrupted and self.problem is None:
-            last = self.runs % len(self.modes) == len(self.modes) - 1
-            name = list(self.modes)[self.runs % len(self.modes)]
-            empty = last or bool(self._rng.integers(_EMPTY_ONE_OF) == 0)
-            self._run(self.modes[name], empty)
-            if last:
-                self._record_drained()
-        if self.steps > self._steps_before:
-            self._record()
+        settle()
+        spread([0])
+        self._record(False)  # before the first step; and all code of a record is loaded then
+        while self._goes_on():
+            for number, mode in enumerate(self.modes.values(), 1):
+                last = number == len(self.modes)
+                self._run(mode, last or bool(self._rng.integers(_EMPTY_ONE_OF) == 0))
+                if not self._goes_on():
+                    break
+            whole = self.runs % len(self.modes) == 0
+            if self.steps >= self._next or not whole:
+                self._record(whole)
+                self._next = self.steps + self.settings.every
+
+    def _goes_on(self) -> bool:
+        return self.steps < self.settings.steps and not self.interrupted and self.problem is None
 
     def _run(self, mode: Options, empty: bool) -> None:
         """One run, to its end or cut short; its requests are all gone afterwards."""
@@ -276,30 +280,27 @@ class Soak:
         else:
             cut = self.settings.steps
         engine = endless(workload, options, self.stage, self.settings.park_rate, empty)
-        self._engine, self._base = engine, self.steps
-        end = self.settings.seconds
+        base, end = self.steps, self.settings.seconds
 
         def progress(totals: Totals) -> None:
             done = totals.steps + totals.prefill_steps
-            self.steps = self._base + done
-            if self.steps >= self._next:
-                self._record()
-                self._next += self.settings.every
-            if done >= cut or self.steps >= self.settings.steps:
-                engine.stop()
+            self.steps = base + done
             if end is not None and self.seconds >= end:
                 self.stop()
+            if self.steps >= self.settings.steps or self.interrupted:
+                engine.empties = True
+                engine.stop()
+            elif done >= cut:
+                engine.stop()
 
-        if self.interrupted:  # a signal that came before there was a run to stop
-            engine.stop()
         try:
             recording = engine.run(progress)
         except AllocError as error:
             self.problem = f"{type(error).__name__} in step {self.steps:,}: {error}"
             return
-        finally:
-            self._count(engine)
-            self._engine = None
+        totals = recording.totals
+        self.counts.update({name: getattr(totals, name) for name in _COUNTED})
+        self.counts["parked"] += engine.parked
         self.runs += 1
         if recording.violation is not None:
             self.problem = f"after {self.steps:,} steps: {recording.violation}"
@@ -309,21 +310,10 @@ class Soak:
                 f"{recording.leaked_rows} rows did not come back"
             )
 
-    def _count(self, engine: Endless) -> None:
-        totals = engine.recording.totals
-        self.counts.update({name: getattr(totals, name) for name in _COUNTED})
-        self.counts["parked"] += engine.parked
-
-    # -- records ---------------------------------------------------------------------------
-
-    def _record(self) -> None:
-        """Note what happened since the last record."""
+    def _record(self, whole: bool) -> None:
+        """Note what happened since the last record, in whole rounds or not."""
         now = perf_counter()
         counts = Counter(self.counts)
-        if self._engine is not None:
-            totals = self._engine.recording.totals
-            counts.update({name: getattr(totals, name) for name in _COUNTED})
-            counts["parked"] += self._engine.parked
         refusals: Counter[str] = Counter()
         staging = dict.fromkeys(("slots", "waits", "grows"), 0)
         for alloc in self.stage.allocators.values():
@@ -336,25 +326,27 @@ class Soak:
         steps = self.steps - self._steps_before
         record = {
             "steps": self.steps,
+            "whole": whole,
             "seconds": round(now - self._began, 1),
             "step_us": round((now - self._since) / max(steps, 1) * 1e6, 1),
-            "memory": memory(self.device != "cpu")._asdict(),
+            "step_cpu_us": round((process_time() - self._busy) / max(steps, 1) * 1e6, 1),
             "staging": staging,
             "counts": {name: n for name, n in (counts - self._before).items() if n},
-            "verbs": {
-                name: [len(times), *np.percentile(times, (50, 99)).round(-1).astype(int).tolist()]
-                for name, times in self.stage.take().items()
-            },
+            "verbs": {name: spread(times) for name, times in self.stage.take().items()},
         }
-        self.intervals.append(json.dumps(record))
-        self._before, self._steps_before, self._since = counts, self.steps, perf_counter()
+        # What is held between two records is gone now.
+        record["memory"] = memory(self.device != "cpu")._asdict()
+        self.records.append(json.dumps(record))
         if self._note is not None:
             self._note(self)
+        self._before, self._steps_before = counts, self.steps
+        self._since, self._busy = perf_counter(), process_time()
 
-    def _record_drained(self) -> None:
-        """Note what is held when there is nothing to hold."""
-        record = {"steps": self.steps} | memory(self.device != "cpu")._asdict()
-        self.drained.append(json.dumps(record))
+
+def spread(times: Sequence[int]) -> list[int]:
+    """How many there are, their median and their 99th percentile, to 10 ns."""
+    middle, high = np.percentile(times, (50, 99)).tolist()
+    return [len(times), round(middle / 10) * 10, round(high / 10) * 10]
 
 
 def document(soak: Soak, watch: machine.Watch, generated: bool) -> dict[str, Any]:
@@ -375,8 +367,7 @@ def document(soak: Soak, watch: machine.Watch, generated: bool) -> dict[str, Any
         "steps": soak.steps,
         "runs": soak.runs,
         "problem": soak.problem,
-        "drained": [json.loads(line) for line in soak.drained],
-        "intervals": [json.loads(line) for line in soak.intervals],
+        "records": [json.loads(line) for line in soak.records],
     }
 
 
@@ -397,17 +388,12 @@ def gpu_environment(device: str) -> dict[str, Any]:
 
 def write(data: dict[str, Any], path: Path) -> None:
     """Write a document, one record a line; what was there before stays until it is whole."""
-    lists = ("drained", "intervals")
-    head = json.dumps({key: data[key] for key in data if key not in lists}, indent=1)
-    parts = [
-        f" {json.dumps(name)}: [\n"
-        + ",\n".join(f"  {json.dumps(record)}" for record in data[name])
-        + "\n ]"
-        for name in lists
-    ]
+    head = json.dumps({key: data[key] for key in data if key != "records"}, indent=1)
+    rows = ",\n".join(f"  {json.dumps(record)}" for record in data["records"])
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".part")
-    beside.write_text(head.removesuffix("\n}") + ",\n" + ",\n".join(parts) + "\n}\n", "utf-8")
+    start = head.removesuffix("\n}")
+    beside.write_text(f'{start},\n "records": [\n{rows}\n ]\n}}\n', encoding="utf-8")
     beside.replace(path)
 
 
@@ -422,7 +408,7 @@ def measure(
     watch = machine.Watch()
 
     def note(soak: Soak) -> None:
-        last = json.loads(soak.intervals[-1])
+        last = json.loads(soak.records[-1])
         show(
             f"{soak.steps:,} steps in {last['seconds']:,.0f} s, {last['step_us']:.0f} µs each, "
             f"{last['memory']['resident'] / 2**20:,.1f} MiB resident"

@@ -44,35 +44,29 @@ def finish(data: Mapping[str, Any]) -> dict[str, Any]:
                 f"{found['steps']:,} steps, limit {found['limit']:,.0f}"
             )
     verdict = {"sound": not causes, "causes": causes}
-    order = [key for key in data if key not in ("drained", "intervals")]
-    head = {key: data[key] for key in order}
-    return head | {
-        "verdict": verdict,
-        "growth": growth,
-        "drift": drift,
-        "drained": data["drained"],
-        "intervals": data["intervals"],
-    }
+    head = {key: value for key, value in data.items() if key != "records"}
+    more = {"verdict": verdict, "growth": growth, "drift": drift, "records": data["records"]}
+    return head | more
 
 
 def growths(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """How much each kind of memory grew, from the first tenth after the warm-up to the last.
 
-    Taken where nothing is held: all requests gone, the cache empty. None where there are fewer
-    than three such moments after the warm-up.
+    Empty where the records are too few.
     """
-    first, last = tenths(data["drained"], data["steps"])
+    first, last = tenths(data["records"], data["steps"])
     found: dict[str, dict[str, Any]] = {}
-    if not first or first[-1] is last[0]:
+    if not first:
         return found
     steps = round(_middle(last, "steps") - _middle(first, "steps"))
     for name, limit in LIMITS.items():
-        if first[0][name] is None:
+        if first[0]["memory"][name] is None:
             continue
-        grown = _middle(last, name) - _middle(first, name)
+        before, after = (median(one["memory"][name] for one in part) for part in (first, last))
+        grown = after - before
         found[name] = {
-            "first": _middle(first, name),
-            "last": _middle(last, name),
+            "first": before,
+            "last": after,
             "grown": grown,
             "steps": steps,
             "per_million": round(grown / steps * 1e6, 1),
@@ -83,7 +77,9 @@ def growths(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def drifts(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Microseconds of each verb in the first tenth after the warm-up and in the last."""
-    first, last = tenths(data["intervals"], data["steps"])
+    # The same modes in each: only then are latencies to be compared.
+    records = [one for one in data["records"] if one["whole"]]
+    first, last = tenths(records, data["steps"])
     if not first:
         return {}
     names = [name for name in first[0]["verbs"] if all(name in one["verbs"] for one in last)]
@@ -96,7 +92,7 @@ def drifts(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             [median(row[column] for row in part) / 1e3 for part in series] for column in (1, 2)
         )
         found[name] = {
-            "calls": sum(one["verbs"].get(name, [0])[0] for one in data["intervals"]),
+            "calls": sum(one["verbs"].get(name, [0])[0] for one in records),
             "median_us": [round(value, 2) for value in medians],
             "p99_us": [round(value, 2) for value in worst],
             "ratio": round(medians[1] / medians[0], 3),

@@ -72,6 +72,7 @@ class Endless(Engine):
         empty: whether the cache is emptied at the end.
 
     Attributes:
+        empties: whether the cache is emptied at the end.
         parked: requests parked so far.
     """
 
@@ -81,7 +82,7 @@ class Endless(Engine):
         super().__init__(workload, options, kept=stage.allocators)
         self._stage = stage
         self._park_rate = park_rate
-        self._empty = empty
+        self.empties = empty
         self._parks_short = options.sparse is None and options.disaggregated is None
         self.parked = 0
         if self._speculation is not None:
@@ -117,7 +118,7 @@ class Endless(Engine):
         self._prefilling.append(which)
 
     def _drain(self, empty: bool = True) -> None:
-        super()._drain(empty and self._empty)
+        super()._drain(empty and self.empties)
 
 
 class EndlessPair(Endless, Disaggregated):
