@@ -16,7 +16,7 @@ from rich.console import Console
 
 from profiling.layout import Found, Table, spread, times, us
 from profiling.verbs import BLOCK, CHAIN, TOP_K
-from sgalloc.bench.course import RESERVE, Course, agree
+from sgalloc.bench.course import RESERVE, agree, courses
 from sgalloc.bench.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
 from sgalloc.bench.measured import Bench, Record, records_of
 from sgalloc.bench.twins import Twins, shape_for
@@ -60,18 +60,9 @@ def run(batches: Iterable[int], page_sizes: Iterable[int], effort: Effort) -> Be
 def sides(twins: Twins, kind: str) -> list[Side]:
     """Prepare a step and commit what it accepted: for ever, cut back when rows are full."""
     assert alloc_reserve_per_decode(CHAIN, 1) == alloc_reserve_per_decode(BLOCK, 64) == RESERVE
-    alloc, loop, requests, base = twins.alloc, twins.loop, twins.requests, twins.base
-    batch, cut = alloc.batch(twins.handles), base.tolist()
-    mine, theirs = Course(twins), Course(twins)
-    theirs.arrays, theirs.lists = mine.arrays, mine.lists
-
-    def cut_mine() -> None:
-        if mine.advance():
-            alloc.trim(batch, base)
-
-    def cut_theirs() -> None:
-        if theirs.advance():
-            loop.trim(requests, cut)
+    alloc, loop, requests = twins.alloc, twins.loop, twins.requests
+    batch = alloc.batch(twins.handles)
+    mine, theirs, cut_mine, cut_theirs = courses(twins, batch)
 
     return [
         Side(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sgalloc.bench.course import RESERVE, Course, agree, growth
+from sgalloc.bench.course import RESERVE, agree, courses, growth
 from sgalloc.bench.harness import LOOP, SUBJECT, Effort, Side, Step, alternate
 from sgalloc.bench.measured import Bench, Record, records_of
 from sgalloc.bench.python_loop import Request
@@ -86,25 +86,16 @@ def speculative_sides(twins: Twins) -> list[Side]:
     """Reserve, reserve again, commit, and the questions an engine asks in between."""
     alloc, loop, requests, base = twins.alloc, twins.loop, twins.requests, twins.base
     batch = alloc.batch(twins.handles)
-    mine, theirs = Course(twins), Course(twins)
-    theirs.arrays, theirs.lists = mine.arrays, mine.lists
+    mine, theirs, cut_mine, cut_theirs = courses(twins, batch)
     start = min(64, int(base.min()) - RESERVE)
     stop = start + RESERVE
     new = [twins.shape.history] * twins.shape.batch
-    new_lengths, lengths = np.array(new), base.tolist()
+    new_lengths = np.array(new)
     first = int(twins.handles[0])
     plan: list[Any] = [None]
 
     def plans() -> None:
         plan[0] = alloc.plan(reserve=(batch, RESERVE))
-
-    def cut_mine() -> None:
-        if mine.advance():
-            alloc.trim(batch, base)
-
-    def cut_theirs() -> None:
-        if theirs.advance():
-            loop.trim(requests, lengths)
 
     return [
         Side(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from sgalloc.bench.course import GROWS, NO_NEED, RESERVE, Course, agree, growth
+from sgalloc.bench.course import GROWS, NO_NEED, RESERVE, agree, courses, growth
 from sgalloc.bench.harness import LOOP, SUBJECT, Effort, Key, Side, Step, alternate, summarize
 from sgalloc.bench.measured import Bench, Record, records_of
 from sgalloc.bench.python_loop import Request
@@ -59,18 +59,9 @@ def first_steps(
 
 def step_sides(twins: Twins) -> list[Side]:
     """Reserve, the same again (which needs nothing), commit: for ever, cut back when full."""
-    alloc, loop, requests, base = twins.alloc, twins.loop, twins.requests, twins.base
-    batch, lengths = alloc.batch(twins.handles), base.tolist()
-    mine, theirs = Course(twins), Course(twins)
-    theirs.arrays, theirs.lists = mine.arrays, mine.lists
-
-    def cut_mine() -> None:
-        if mine.advance():
-            alloc.trim(batch, base)
-
-    def cut_theirs() -> None:
-        if theirs.advance():
-            loop.trim(requests, lengths)
+    alloc, loop, requests = twins.alloc, twins.loop, twins.requests
+    batch = alloc.batch(twins.handles)
+    mine, theirs, cut_mine, cut_theirs = courses(twins, batch)
 
     return [
         Side(

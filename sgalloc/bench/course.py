@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from sgalloc.bench.twins import Int64, Shape, Twins
+from sgalloc.ledger import Batch
 
 RESERVE = 16
 MAX_ACCEPT = 5  # uniform over 1..5: 3 on average
@@ -55,6 +57,38 @@ class Course:
             return False
         self._since = 0
         return True
+
+
+class Courses(NamedTuple):
+    """Both sides of a run: the same accepted tokens, cut back when the rows are full.
+
+    Attributes:
+        mine, theirs: of the subject and of the loop.
+        cut_mine, cut_theirs: end a step of each.
+    """
+
+    mine: Course
+    theirs: Course
+    cut_mine: Callable[[], None]
+    cut_theirs: Callable[[], None]
+
+
+def courses(twins: Twins, batch: Batch) -> Courses:
+    """The run of both sides over all requests of ``twins``, which ``batch`` holds."""
+    alloc, loop, requests, base = twins.alloc, twins.loop, twins.requests, twins.base
+    lengths = base.tolist()
+    mine, theirs = Course(twins), Course(twins)
+    theirs.arrays, theirs.lists = mine.arrays, mine.lists
+
+    def cut_mine() -> None:
+        if mine.advance():
+            alloc.trim(batch, base)
+
+    def cut_theirs() -> None:
+        if theirs.advance():
+            loop.trim(requests, lengths)
+
+    return Courses(mine, theirs, cut_mine, cut_theirs)
 
 
 def agree(twins: Twins) -> None:
