@@ -32,7 +32,7 @@ from sgalloc.replay.acceptance import Acceptance
 from sgalloc.replay.endless import Stage, endless
 from sgalloc.replay.options import Disaggregation, Options
 from sgalloc.replay.recording import Totals
-from sgalloc.replay.requests import TraceRequest, Workload
+from sgalloc.replay.requests import TraceRequest, Workload, real_number, whole_number
 from sgalloc.replay.traces import read_trace
 from sgalloc.replay.windowed import default_pages
 from sgalloc.replay.workload import generate
@@ -96,6 +96,14 @@ class Settings:
     every: int = 50_000
     check_every: int = 2000
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run; the engine and the allocator look at the rest."""
+        for name in ("steps", "requests", "every"):
+            whole_number(name, getattr(self, name), 1, 2**40)
+        real_number("park_rate", self.park_rate, 0.0, 1.0)
+        if self.seconds is not None:
+            real_number("seconds", self.seconds, 0.0, 1e9)
 
 
 def options_of(settings: Settings) -> dict[str, Options]:
@@ -270,9 +278,11 @@ class Soak:
     def _run(self, mode: Options, empty: bool) -> None:
         """One run, to its end or cut short; its requests are all gone afterwards."""
         seed = int(self._rng.integers(2**31))
+        # One more in each round, so that each mode meets all of it.
+        turn = self.runs + self.runs // len(self.modes)
         # Each other run is a tenant of its own, that leaves nothing for the next one.
-        namespace = f"tenant {self.runs}" if self.runs % 2 else None
-        admit = "chunk" if self.runs % 3 and mode.disaggregated is None else "prompt"
+        namespace = f"tenant {self.runs}" if turn % 2 else None
+        admit = "chunk" if turn % 3 and mode.disaggregated is None else "prompt"
         options = dataclasses.replace(mode, seed=seed, namespace=namespace, admit=admit)
         workload = self.traffic.take()
         if self._rng.integers(_CUT_ONE_OF) == 0:
