@@ -25,7 +25,6 @@ import numpy as np
 from profiling import machine
 from profiling.memory import memory, settle
 from profiling.soak_verdict import finish, summary_lines
-from sgalloc.errors import AllocError
 from sgalloc.groups.sparse import Sparse
 from sgalloc.groups.window import SlidingWindow
 from sgalloc.replay.acceptance import Acceptance
@@ -209,7 +208,6 @@ class Soak:
     Args:
         settings: what to do.
         traces: what to run.
-        note: called with each record.
 
     Attributes:
         steps: steps so far.
@@ -219,12 +217,7 @@ class Soak:
         interrupted: whether it ended before its steps were done.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        traces: list[Workload],
-        note: Callable[[Soak], None] | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, traces: list[Workload]) -> None:
         self.settings = settings
         self.traffic = Traffic(traces, settings.requests)
         self.modes = options_of(settings)
@@ -239,7 +232,6 @@ class Soak:
         self.problem: str | None = None
         self.interrupted = False
         self.counts: Counter[str] = Counter()
-        self._note = note
         self._rng = np.random.default_rng(settings.seed)
         self._began = self._since = perf_counter()
         self._next = settings.every
@@ -256,11 +248,15 @@ class Soak:
         """End after the present step; safe to call from a signal handler."""
         self.interrupted = True
 
-    def run(self) -> None:
-        """Run all steps, or until it is stopped, its time is over or something is wrong."""
+    def run(self, note: Callable[[Soak], None] = lambda _: None) -> None:
+        """Run all steps, or until it is stopped, its time is over or something is wrong.
+
+        Args:
+            note: called after each record.
+        """
         settle()
         spread([0])
-        self._record(False)  # before the first step; and all code of a record is loaded then
+        self._record(False, note)  # before the first step; and all code of a record is loaded then
         while self._goes_on():
             for number, mode in enumerate(self.modes.values(), 1):
                 last = number == len(self.modes)
@@ -269,7 +265,7 @@ class Soak:
                     break
             whole = self.runs % len(self.modes) == 0
             if self.steps >= self._next or not whole:
-                self._record(whole)
+                self._record(whole, note)
                 self._next = self.steps + self.settings.every
 
     def _goes_on(self) -> bool:
@@ -305,7 +301,7 @@ class Soak:
 
         try:
             recording = engine.run(progress)
-        except AllocError as error:
+        except Exception as error:  # whatever it is, it ends a soak with a report
             self.problem = f"{type(error).__name__} in step {self.steps:,}: {error}"
             return
         totals = recording.totals
@@ -320,7 +316,7 @@ class Soak:
                 f"{recording.leaked_rows} rows did not come back"
             )
 
-    def _record(self, whole: bool) -> None:
+    def _record(self, whole: bool, note: Callable[[Soak], None]) -> None:
         """Note what happened since the last record, in whole rounds or not."""
         now = perf_counter()
         counts = Counter(self.counts)
@@ -347,8 +343,7 @@ class Soak:
         # What is held between two records is gone now.
         record["memory"] = memory(self.device != "cpu")._asdict()
         self.records.append(json.dumps(record))
-        if self._note is not None:
-            self._note(self)
+        note(self)
         self._before, self._steps_before = counts, self.steps
         self._since, self._busy = perf_counter(), process_time()
 
@@ -416,6 +411,7 @@ def measure(
 ) -> dict[str, Any]:
     """Run a soak; the document, which is also in ``out`` as far as it got, at every moment."""
     watch = machine.Watch()
+    soak = Soak(settings, traces)
 
     def note(soak: Soak) -> None:
         last = json.loads(soak.records[-1])
@@ -426,9 +422,8 @@ def measure(
         if out is not None:
             write(finish(document(soak, watch, generated)), out)
 
-    soak = Soak(settings, traces, note)
     with _on_interrupt(soak.stop):
-        soak.run()
+        soak.run(note)
     data = finish(document(soak, watch, generated))
     if out is not None:
         write(data, out)

@@ -284,9 +284,10 @@ class Holdings(Unpicklable):
         Args:
             plan_or_lengths: a `Plan`, or the tokens of new requests (an int or a sequence):
                 rows, row width and pages count.
-            after_releasing: requests taken to be released first; if they are part of the
-                plan, they leave it. One that is still being received gives nothing back at
-                once.
+            after_releasing: requests taken to be released first, without ``tokens``; if they
+                are part of the plan, they leave it. One that is still being received gives
+                nothing back at once. With ``tokens`` as much comes back, but where a cached
+                prefix that others hold has lost window pages: it takes theirs over.
             counting_cache: whether cached pages may be evicted for it.
 
         Raises:

@@ -78,7 +78,9 @@ def choose_victims(
 ) -> Retraction:
     """The fewest requests, in an order of preference, after whose release ``plan`` fits.
 
-    At least one request stays. Nothing changes: release the victims, then plan again.
+    At least one request stays. Nothing changes: release the victims, then plan again. Where
+    there is a window group and victims are released with ``tokens``, choose again as long as
+    that plan does not fit: a cached prefix that others hold may have taken over window pages.
 
     Args:
         alloc: the allocator.

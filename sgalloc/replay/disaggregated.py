@@ -179,7 +179,7 @@ class Disaggregated(Engine):
         if not chunks:
             return
         plan = self._prefill_plan(chunks)
-        if not plan.fits:
+        while not plan.fits:
             chunks = self._send_back(plan, chunks)
             if not chunks:
                 return

@@ -154,7 +154,9 @@ class Engine(Admission):
             # The step in flight may end requests; who is to go is known once it has landed.
             self._land()
             plan = self._plan(chunks)
-        if not plan.fits:
+        while not plan.fits:
+            # What goes to the cache may hand window pages to prefixes that others hold, so less
+            # may come free than was foretold.
             self._retract(plan)
             chunks = [chunk for chunk in chunks if self._entry_handle[chunk[0]]]
             plan = self._plan(chunks)
