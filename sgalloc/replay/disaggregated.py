@@ -241,8 +241,9 @@ class Disaggregated(Engine):
                 return True
             tokens = requests.tokens(which)[: int(requests.filled[which])]
             match = None
-            if self._options.prefix_cache and not requests.unshared[which]:
-                match = alloc.prefix.match(tokens, self._options.namespace)
+            if self._options.prefix_cache:
+                known = tokens[:0] if requests.unshared[which] else tokens
+                match = alloc.prefix.match(known, self._options.namespace)
             others = [size for one, size in self._came_back.items() if one != which]
             entry = (tokens.size, 0 if match is None else match)
             if active and not admit(alloc, [entry], active, self._options.ahead, others):
