@@ -24,9 +24,9 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "blocks": Limit("Python blocks", 1000, 1000),
-    "native": Limit("bytes from malloc", MIB / 4, MIB / 4),
-    "resident": Limit("resident bytes", 4 * MIB, 16 * MIB),
+    "blocks": Limit("Python blocks", 250, 600),
+    "native": Limit("bytes from malloc", MIB / 16, MIB / 2),
+    "resident": Limit("resident bytes", MIB, 8 * MIB),
     "device": Limit("device bytes of the pool", 0, 0),
 }
 # Of the steps, at least; the caches of Python and NumPy, and the high water, have settled then.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
-import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,25 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from soak_support import SMALL, keep_a_page, small_traces
 
-from profiling import soak, soak_verdict
-from profiling.soak import MODES, Settings, Soak, Traffic, options_of
+from profiling import soak
+from profiling.soak import Soak
+from profiling.soak_traffic import MODES, Settings, Traffic, options_of
 from sgalloc import KVAllocator
 from sgalloc.ledger import Ledger
-from sgalloc.pages import PagePool
 from sgalloc.prefix import RadixTree
 from sgalloc.replay.requests import TraceRequest, Workload
-from sgalloc.replay.workload import generate
 
-SMALL = Settings(
-    steps=12_000,
-    num_pages=300,
-    running=24,
-    chunk=2048,
-    requests=60,
-    every=1000,
-    check_every=250,
-)
 SHAPES: dict[str, dict[str, Any]] = {
     "window": {"window": 512},
     "sparse": {"sparse": 2.0},
@@ -42,21 +31,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 Data = dict[str, Any]
 
 
-def chats(count: int) -> Workload:
-    """Short requests that share the first blocks of their prompts with others."""
-    rng = np.random.default_rng(5)
-    rows = []
-    for at in range(count):
-        blocks = rng.integers(8) * 10 + np.arange(1 + rng.integers(4))
-        blocks[-1] = 1000 + at
-        prompt, output = blocks.size * 512 - int(rng.integers(500)), 1 + int(rng.integers(150))
-        rows.append(TraceRequest(0.0, prompt, output, blocks, 512))
-    return Workload("chats", rows, 0, [])
-
-
 @pytest.fixture(scope="module")
 def traces() -> list[Workload]:
-    return [chats(300), generate("code", 200, seed=1)]
+    return small_traces()
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +127,7 @@ def test_modes_differ_and_one_allocator_serves_them_all() -> None:
 
 
 def leaky(settings: Settings, traces: list[Workload]) -> Data:
+    """A soak in which something was planted."""
     return soak.measure(settings, traces, True, show=lambda _: None)
 
 
@@ -175,28 +153,12 @@ def test_an_entry_kept_by_each_release_is_found(
         kept.append(entry())
 
     monkeypatch.setattr(KVAllocator, "release", keeps)
-    data = leaky(SMALL, traces)
+    data = leaky(replace(SMALL, steps=8000, every=500), traces)
     if cause.startswith("bytes") and data["records"][0]["memory"]["native"] is None:
         pytest.skip("this C library does not tell what malloc has out")
     assert not data["verdict"]["sound"]
     assert any(one.startswith(cause) for one in data["verdict"]["causes"])
     assert data["problem"] is None
-
-
-def keep_a_page(monkeypatch: pytest.MonkeyPatch, nowhere: bool) -> None:
-    """Let one page of the hundredth that comes back stay with its holder, or with nobody."""
-    give, turn = PagePool.give, itertools.count()
-
-    def faulty(pool: PagePool, ids: Any, holder: Any) -> None:
-        if not ids.size or next(turn) != 100:
-            give(pool, ids, holder)
-        elif nowhere:
-            give(pool, ids, holder)
-            pool.free -= 1
-        else:
-            give(pool, ids[1:], holder[1:] if np.ndim(holder) else holder)
-
-    monkeypatch.setattr(PagePool, "give", faulty)
 
 
 @pytest.mark.parametrize("nowhere", [False, True])
@@ -235,101 +197,6 @@ def test_a_row_that_does_not_come_back_is_found(
     assert data["problem"] is not None and "row" in data["problem"]
 
 
-# -- it ends with a report -----------------------------------------------------------------
-
-
-def test_ctrl_c_ends_it_with_a_full_report(traces: list[Workload], tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    shown: list[str] = []
-
-    def show(line: str) -> None:
-        shown.append(line)
-        if len(shown) == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    path = tmp_path / "soak.json"
-    data = soak.measure(SMALL, traces, True, path, show)
-    assert data["steps"] < SMALL.steps
-    assert data["verdict"] == {"sound": True, "causes": []}
-    assert data["run"]["effort"] == "partial"
-    assert json.loads(path.read_text(encoding="utf-8"))["steps"] == data["steps"]
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_its_time_can_be_over(traces: list[Workload]) -> None:
-    one = Soak(replace(SMALL, seconds=0.0), traces)
-    one.run()
-    assert one.steps == 1 and one.problem is None
-    assert one.alloc.stats().rows.open == 0
-
-
-def test_the_file_is_there_while_it_runs(traces: list[Workload], tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "soak.json"
-    seen = []
-
-    def show(_: str) -> None:
-        if path.exists():
-            seen.append(json.loads(path.read_text(encoding="utf-8")))
-
-    soak.measure(replace(SMALL, steps=3000), traces, True, path, show)
-    assert len(seen) >= 2
-    for one in seen:
-        assert one["run"]["effort"] == "partial" or one["steps"] >= 3000
-        assert set(one) >= {"verdict", "growth", "drift", "records", "settings", "environment"}
-
-
-# -- the command ---------------------------------------------------------------------------
-
-
-def test_the_command_says_where_the_traces_were_made_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SGALLOC_TRACES", str(tmp_path))
-    monkeypatch.setattr(soak, "GENERATED", 100)
-    out = tmp_path / "soak.json"
-    assert soak.main(["--steps", "200", "--requests", "20", "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "generated traffic" in printed and printed.rstrip().endswith("sound")
-    assert json.loads(out.read_text(encoding="utf-8"))["traffic"]["generated"]
-
-
-def test_the_command_ends_with_1_where_something_leaked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SGALLOC_TRACES", str(tmp_path))
-    monkeypatch.setattr(soak, "GENERATED", 100)
-    keep_a_page(monkeypatch, nowhere=True)
-    assert soak.main(["--steps", "2000", "--requests", "20"]) == 1
-    assert "page" in capsys.readouterr().out.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        (["--steps", "0"], "steps"),
-        (["--every", "-1"], "every"),
-        (["--requests", "0"], "requests"),
-        (["--park-rate", "2"], "park_rate"),
-        (["--seconds", "-1"], "seconds"),
-        (["--abort-rate", "7"], "abort_rate"),
-        (["--traces", "nowhere"], "nowhere"),
-        (["--sparse", "2", "--window", "64"], "window"),
-    ],
-)
-def test_bad_usage_is_one_line(
-    arguments: list[str],
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("SGALLOC_TRACES", str(tmp_path))
-    monkeypatch.setattr(soak, "GENERATED", 20)
-    assert soak.main(arguments) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and name in lines[0]
-
-
 # -- traffic -------------------------------------------------------------------------------
 
 
@@ -351,70 +218,3 @@ def test_traffic_goes_round_and_round() -> None:
         assert len(part) > 2 * size
         assert part == [at % size for at in range(len(part))]
         assert rounds == pytest.approx(len(part) / size)
-
-
-# -- what the records say ------------------------------------------------------------------
-
-
-def made_up(growth: float, drift: float, name: str = "blocks", count: int = 40) -> Data:
-    """Records of a soak in which one kind of memory grows a step, and a verb slows down."""
-    records = []
-    for at in range(count):
-        held = dict.fromkeys(("resident", "native", "blocks", "objects", "device"), 10_000_000)
-        held[name] += round(growth * at * 100_000)
-        slow = 10_000 * (1 + drift * at / count)
-        records.append(
-            {
-                "steps": at * 100_000,
-                "whole": True,
-                "memory": held,
-                "verbs": {"plan": [100, slow, 3 * slow]},
-            }
-        )
-    return {"steps": (count - 1) * 100_000, "problem": None, "records": records}
-
-
-@pytest.mark.parametrize("name", soak_verdict.LIMITS)
-def test_growth_past_its_limit_is_a_cause(name: str) -> None:
-    assert soak_verdict.finish(made_up(0.0, 0.0, name))["verdict"]["sound"]
-    limit = soak_verdict.LIMITS[name]
-    span = 3_200_000
-    growth = 1.05 * max(limit.least, limit.per_million * span / 1e6, 100) / span
-    verdict = soak_verdict.finish(made_up(growth, 0.0, name))["verdict"]
-    assert not verdict["sound"]
-    assert [one.startswith(limit.about) for one in verdict["causes"]] == [True]
-
-
-def test_shrinking_is_no_cause() -> None:
-    assert soak_verdict.finish(made_up(-1.0, 0.0))["verdict"]["sound"]
-
-
-def test_drift_is_reported_and_not_judged() -> None:
-    data = soak_verdict.finish(made_up(0.0, 9.0))
-    assert data["verdict"]["sound"]
-    found = data["drift"]["plan"]
-    assert found["ratio"] > 4 and found["p99_ratio"] == pytest.approx(found["ratio"], rel=0.01)
-    assert found["calls"] == 4000
-
-
-def test_only_whole_rounds_are_compared() -> None:
-    data = made_up(0.0, 0.0)
-    data["records"][-1]["whole"] = False
-    data["records"][-1]["verbs"] = {"plan": [1, 9e9, 9e9]}
-    assert soak_verdict.finish(data)["drift"]["plan"]["ratio"] == 1.0
-
-
-def test_a_problem_is_a_cause_and_memory_unknown_is_none() -> None:
-    data = made_up(0.0, 0.0)
-    data["problem"] = "page 3 is owned twice"
-    for one in data["records"]:
-        one["memory"] |= {"native": None, "device": None}
-    found = soak_verdict.finish(data)
-    assert found["verdict"] == {"sound": False, "causes": ["page 3 is owned twice"]}
-    assert set(found["growth"]) == {"blocks", "resident"}
-
-
-def test_too_few_records_say_nothing() -> None:
-    data = copy.deepcopy(made_up(100.0, 0.0, count=3))
-    found = soak_verdict.finish(data)
-    assert found["growth"] == found["drift"] == {} and found["verdict"]["sound"]
