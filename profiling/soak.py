@@ -219,7 +219,7 @@ def gpu_environment(device: str) -> dict[str, Any]:
     import cupy
 
     runtime = cupy.cuda.runtime
-    properties = runtime.getDeviceProperties(cupy.cuda.Device().id)
+    properties = runtime.getDeviceProperties(runtime.getDevice())
     return {
         "gpu": properties["name"].decode(),
         "cupy": cupy.__version__,

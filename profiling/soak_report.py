@@ -23,7 +23,12 @@ PAGES = (HERE / "README.md", HERE.parent / "docs" / "trust.md")
 NOT_YET = "Not run yet."
 # In a block: all tables, or a sentence.
 _BLOCK = re.compile(r"(<!-- soak (tables|figures): (\S+) -->\n).*?(<!-- end of soak -->)", re.S)
-_UNITS = {"blocks": (1, ""), "native": (2**10, " KiB"), "resident": (2**10, " KiB")}
+_UNITS = {
+    "blocks": (1, ""),
+    "native": (2**10, " KiB"),
+    "resident": (2**10, " KiB"),
+    "device_taken": (2**20, " MiB"),
+}
 
 
 def fill(text: str) -> str:
@@ -165,8 +170,8 @@ def _outcome(data: Mapping[str, Any]) -> str:
 
 def _grown(name: str, found: Mapping[str, Any]) -> str:
     unit, word = _UNITS.get(name, (1, ""))
-    about = LIMITS[name].about.replace(" bytes", "").replace("bytes from ", "")
-    return f"{found['per_million'] / unit:+,.1f}{word or ''} ({about})"
+    about = LIMITS[name].about.replace(" bytes", "").replace("bytes ", "")
+    return f"{found['per_million'] / unit:+,.1f}{word} ({about})"
 
 
 @click.command()

@@ -27,7 +27,8 @@ LIMITS = {
     "blocks": Limit("Python blocks", 250, 600),
     "native": Limit("bytes from malloc", MIB / 16, MIB / 2),
     "resident": Limit("resident bytes", MIB, 8 * MIB),
-    "device": Limit("device bytes of the pool", 0, 0),
+    "device": Limit("bytes from CuPy's pool", 0, 0),
+    "device_taken": Limit("bytes taken of the GPU", 0, 16 * MIB),
 }
 # Of the steps, at least; the caches of Python and NumPy, and the high water, have settled then.
 _WARM_UP = 0.1

@@ -10,9 +10,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from soak_support import SMALL, keep_a_page, small_traces
+from stand_in_cuda import stand_in
 
 from profiling import soak, soak_traffic
 from profiling.memory import memory
@@ -140,19 +142,32 @@ def test_it_needs_numpy_and_nvtx_alone(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_gpu_is_asked_for_its_memory_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = SimpleNamespace(used_bytes=lambda: 512, total_bytes=lambda: 1024)
-    runtime = SimpleNamespace(
-        memGetInfo=lambda: (30, 100),
-        getDeviceProperties=lambda _: {"name": b"Some GPU"},
-        driverGetVersion=lambda: 13000,
-    )
-    cuda = SimpleNamespace(runtime=runtime, Device=lambda: SimpleNamespace(id=0))
-    cupy = SimpleNamespace(cuda=cuda, get_default_memory_pool=lambda: pool, __version__="14.0")
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    found = memory(gpu=True)
-    assert (found.device, found.device_pool, found.device_taken) == (512, 1024, 70)
+@pytest.mark.parametrize("more", [{}, {"window": 512}, {"disaggregated": True}])
+def test_a_gpu_is_soaked_and_its_memory_noted(
+    more: dict[str, Any], traces: list[Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stand_in():
+        import cupy
+
+        pool = SimpleNamespace(used_bytes=lambda: 512, total_bytes=lambda: 1024)
+        monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: pool, raising=False)
+        monkeypatch.setattr(cupy, "__version__", "14.0", raising=False)
+        runtime = cupy.cuda.runtime
+        monkeypatch.setattr(runtime, "memGetInfo", lambda: (30, 100), raising=False)
+        data = soak.measure(
+            replace(SMALL, steps=500, every=100, device="cuda", **more),
+            traces,
+            True,
+            show=lambda _: None,
+        )
+    assert data["problem"] is None and data["steps"] == 500
+    assert set(data["environment"]) >= {"gpu", "cupy", "cuda_driver"}
+    last = data["records"][-1]
+    assert last["staging"]["slots"] > 0
+    held = last["memory"]
+    assert (held["device"], held["device_pool"], held["device_taken"]) == (512, 1024, 70)
+
+
+def test_a_cpu_has_no_device_memory() -> None:
     assert memory().device is None
-    there = soak.gpu_environment("cuda:0")
-    assert there == {"gpu": "Some GPU", "cupy": "14.0", "cuda_driver": 13000}
     assert soak.gpu_environment("cpu") == {}

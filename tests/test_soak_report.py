@@ -105,7 +105,7 @@ def made_up(growth: float, drift: float, name: str = "blocks", count: int = 40) 
     """Records of a soak in which one kind of memory grows a step, and a verb slows down."""
     records = []
     for at in range(count):
-        held = dict.fromkeys(("resident", "native", "blocks", "objects", "device"), 10_000_000)
+        held = dict.fromkeys(soak_verdict.LIMITS, 10_000_000)
         held[name] += round(growth * at * 100_000)
         slow = 10_000 * (1 + drift * at / count)
         records.append(
@@ -124,7 +124,7 @@ def test_growth_past_its_limit_is_a_cause(name: str) -> None:
     assert soak_verdict.finish(made_up(0.0, 0.0, name))["verdict"]["sound"]
     limit = soak_verdict.LIMITS[name]
     span = 3_200_000
-    growth = 1.05 * max(limit.least, limit.per_million * span / 1e6, 100) / span
+    growth = 1.05 * max(limit.least, limit.per_million * span / 1e6, span / 100_000) / span
     verdict = soak_verdict.finish(made_up(growth, 0.0, name))["verdict"]
     assert not verdict["sound"]
     assert [one.startswith(limit.about) for one in verdict["causes"]] == [True]
@@ -153,7 +153,7 @@ def test_a_problem_is_a_cause_and_memory_unknown_is_none() -> None:
     data = made_up(0.0, 0.0)
     data["problem"] = "page 3 is owned twice"
     for one in data["records"]:
-        one["memory"] |= {"native": None, "device": None}
+        one["memory"] |= {"native": None, "device": None, "device_taken": None}
     found = soak_verdict.finish(data)
     assert found["verdict"] == {"sound": False, "causes": ["page 3 is owned twice"]}
     assert set(found["growth"]) == {"blocks", "resident"}
