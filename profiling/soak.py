@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from profiling import machine
 from profiling.memory import memory, settle
 from profiling.soak_traffic import Settings, Traffic, options_of, traces_of
 from profiling.soak_verdict import finish, summary_lines
+from sgalloc.bench import machine
 from sgalloc.replay.endless import Stage, endless
 from sgalloc.replay.options import Options
 from sgalloc.replay.recording import Totals

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from profiling import soak, soak_report, soak_verdict
-from profiling.machine import Watch
 from profiling.soak import Soak, document
 from profiling.soak_traffic import Settings
+from sgalloc.bench.machine import Watch
 from sgalloc.replay.workload import generate
 
 RESULTS = sorted((soak_report.HERE / "results").glob("*/soak*.json"))
