@@ -21,6 +21,7 @@ from profiling.soak_verdict import LIMITS
 HERE = Path(__file__).resolve().parent
 PAGES = (HERE / "README.md", HERE.parent / "docs" / "trust.md")
 NOT_YET = "Not run yet."
+TOO_SHORT = "It was too short to compare its beginning and its end."
 # In a block: all tables, or a sentence.
 _BLOCK = re.compile(r"(<!-- soak (tables|figures): (\S+) -->\n).*?(<!-- end of soak -->)", re.S)
 _UNITS = {
@@ -47,20 +48,25 @@ def fill(text: str) -> str:
 
 def tables(data: Mapping[str, Any]) -> str:
     """The machine, what was done, and the tables of memory and latencies, Markdown."""
-    parts = [f"{_machine(data)} {_done(data)}", memory_table(data).markdown()]
-    return "\n\n".join([*parts, latency_table(data).markdown()])
+    parts = [f"{_machine(data)} {_done(data)}"]
+    if not data["drift"]:
+        return f"{parts[0]} {_outcome(data)} {TOO_SHORT}"
+    return "\n\n".join([*parts, memory_table(data).markdown(), latency_table(data).markdown()])
 
 
 def figures(data: Mapping[str, Any]) -> str:
     """The result in a few sentences."""
     where = data["environment"].get("gpu") or f"{data['environment']['cpu']} (CPU)"
+    done = f"{where}: {data['steps']:,} steps in one process and {_counted(data)}."
+    if not data["drift"]:
+        return f"{done} {_outcome(data)} {TOO_SHORT}"
     grown = ", ".join(_grown(name, found) for name, found in data["growth"].items())
     step = data["drift"]["step"]
     return (
-        f"{where}: {data['steps']:,} steps in one process and {_counted(data)}. {_outcome(data)} "
-        f"Growth in a million steps, from the first tenth to the last: {grown}. The "
+        f"{done} {_outcome(data)} Growth in a million steps, from the first tenth to the last: {grown}. The "
         f"allocator's share of a step, median: {us(step['median_us'][0])} µs, then "
-        f"{us(step['median_us'][1])} µs."
+        f"{us(step['median_us'][1])} µs; processor time of a step, the engine in miniature "
+        f"included: {us(data['cpu_us'][0])} µs, then {us(data['cpu_us'][1])} µs."
     )
 
 
@@ -112,7 +118,8 @@ def latency_table(data: Mapping[str, Any]) -> Table:
         ["", "calls", "median", "", "99th percentile", ""],
         rows,
         f"the medians at the end are {ratios[0]:.2f} to {ratios[-1]:.2f} times those at the "
-        "beginning.",
+        "beginning. Processor time of a step, the engine in miniature included: "
+        f"{us(data['cpu_us'][0])} → {us(data['cpu_us'][1])} µs.",
     )
 
 

@@ -43,7 +43,9 @@ def test_the_pages_are_current(page: Path) -> None:
 def test_the_results_are_whole_and_sound(path: Path) -> None:
     data = json.loads(path.read_text(encoding="utf-8"))
     assert (data["schema"], data["version"]) == (soak.SCHEMA, soak.VERSION)
-    plain = soak_verdict.finish({key: data[key] for key in data if key not in ("growth", "drift")})
+    plain = soak_verdict.finish(
+        {key: data[key] for key in data if key not in ("growth", "drift", "cpu_us")}
+    )
     assert json.loads(json.dumps(plain)) == data
     assert data["verdict"] == {"sound": True, "causes": []}
     assert not data["traffic"]["generated"]
@@ -69,6 +71,12 @@ def test_what_went_wrong_is_shown(data: dict[str, Any]) -> None:
     broken = soak_verdict.finish(data | {"problem": "page 7 is nobody's"})
     assert "*Verdict:* page 7 is nobody's" in soak_report.tables(broken)
     assert "It ended with: page 7 is nobody's." in soak_report.figures(broken)
+
+
+def test_a_short_soak_compares_nothing(data: dict[str, Any]) -> None:
+    short = soak_verdict.finish(data | {"records": data["records"][:2]})
+    for text in (soak_report.tables(short), soak_report.figures(short)):
+        assert text.endswith(soak_report.TOO_SHORT)
 
 
 def test_a_gpu_is_named(data: dict[str, Any]) -> None:
@@ -113,6 +121,7 @@ def made_up(growth: float, drift: float, name: str = "blocks", count: int = 40) 
                 "steps": at * 100_000,
                 "whole": True,
                 "memory": held,
+                "step_cpu_us": 200 + at,
                 "verbs": {"plan": [100, slow, 3 * slow]},
             }
         )
@@ -140,6 +149,7 @@ def test_drift_is_reported_and_not_judged() -> None:
     found = data["drift"]["plan"]
     assert found["ratio"] > 4 and found["p99_ratio"] == pytest.approx(found["ratio"], rel=0.01)
     assert found["calls"] == 4000
+    assert data["cpu_us"] == [205.0, 238.0]
 
 
 def test_only_whole_rounds_are_compared() -> None:
@@ -162,4 +172,8 @@ def test_a_problem_is_a_cause_and_memory_unknown_is_none() -> None:
 def test_too_few_records_say_nothing() -> None:
     data = copy.deepcopy(made_up(100.0, 0.0, count=3))
     found = soak_verdict.finish(data)
-    assert found["growth"] == found["drift"] == {} and found["verdict"]["sound"]
+    assert (
+        found["growth"] == found["drift"] == {}
+        and found["cpu_us"] == []
+        and found["verdict"]["sound"]
+    )
