@@ -63,8 +63,8 @@ def figures(data: Mapping[str, Any]) -> str:
     grown = ", ".join(_grown(name, found) for name, found in data["growth"].items())
     step = data["drift"]["step"]
     return (
-        f"{done} {_outcome(data)} Growth in a million steps, from the first tenth to the last: {grown}. The "
-        f"allocator's share of a step, median: {us(step['median_us'][0])} µs, then "
+        f"{done} {_outcome(data)} Growth in a million steps, from the first tenth to the last: "
+        f"{grown}. The allocator's share of a step, median: {us(step['median_us'][0])} µs, then "
         f"{us(step['median_us'][1])} µs; processor time of a step, the engine in miniature "
         f"included: {us(data['cpu_us'][0])} µs, then {us(data['cpu_us'][1])} µs."
     )
