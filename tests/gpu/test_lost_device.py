@@ -17,6 +17,7 @@ import pytest
 
 HEAD = """
 import sys
+import time
 import numpy as np
 import cupy
 from cupy.cuda import runtime
@@ -59,7 +60,8 @@ assert "while writing 6 pages of row" in str(first) and "plan version" in str(fi
 """,
     "some step": """
 broken(wait=False)
-first = refused(lambda: [alloc.decode(h[1]) for _ in range(3000)])
+# How soon CUDA tells is its own matter.
+first = refused(lambda: [(alloc.decode(h[1]), time.sleep(0.001)) for _ in range(3000)])
 """,
     "a copied step": """
 broken()
