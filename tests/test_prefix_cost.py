@@ -157,7 +157,8 @@ CALLS = (
 def test_a_million_tokens_cost_the_bytecodes_of_a_thousand(scene: Callable[[int], Any]) -> None:
     # The least of three: now and then the interpreter runs something of its own in between.
     short, long = (min(bytecodes(scene(n)) for _ in range(3)) for n in (SHORT, LONG))
-    assert 0 < long <= short + 20, (short, long)
+    # A write of more than 4,096 pages is noted in short, once.
+    assert 0 < long <= short + 250, (short, long)
 
 
 def test_a_list_of_tokens_costs_one_pass_of_numpy() -> None:
