@@ -8,6 +8,7 @@
 #   KERNELS=1                installs NVRTC for the tests that compile the CUDA kernels
 #   CUDA=cuda13              the extra with CuPy that `make bench` installs: by default the one for
 #                            the driver that nvidia-smi names, and none where there is none
+#   DEBUG=1                  runs in debug mode: the laws are proven after every call
 
 PYTHON ?= python3
 ARGS ?=
@@ -15,6 +16,7 @@ CONSTRAINTS ?=
 TORCH ?=
 KERNELS ?=
 CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\(1[23]\)\..*/cuda\1/p' | head -n 1)
+DEBUG ?=
 REPLAY_DEFAULTS ?= --limit 1000
 
 VENV := .venv
@@ -31,6 +33,10 @@ BENCH_STAMP := $(if $(CUDA),$(VENV)/.installed-$(CUDA)$(flavour))
 LINT_STAMP := $(VENV_TEST)/.installed-lint$(flavour)
 METADATA := setup.py pyproject.toml sgalloc/_version.py $(CONSTRAINTS)
 
+ifneq ($(DEBUG),)
+export SGALLOC_DEBUG = $(DEBUG)
+endif
+
 # A virtual environment that could not be finished is not taken for one next time.
 .DELETE_ON_ERROR:
 
@@ -38,7 +44,8 @@ METADATA := setup.py pyproject.toml sgalloc/_version.py $(CONSTRAINTS)
 
 help:
 	@echo "make replay   run the allocator under generated traffic (ARGS=\"--help\" lists the options)"
-	@echo "make test     run the tests (TORCH=1 KERNELS=1: those with torch and NVRTC too)"
+	@echo "make test     run the tests (TORCH=1 KERNELS=1: those with torch and NVRTC too;"
+	@echo "              DEBUG=1: in debug mode)"
 	@echo "make lint     ruff and mypy"
 	@echo "make bench    all benchmarks: the host's, and the GPU's where there is one"
 	@echo "make clean    remove the virtual environments and everything built"

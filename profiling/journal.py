@@ -35,9 +35,12 @@ class Cost(NamedTuple):
 class Loop:
     """Requests that decode, with or without a journal; a long one is trimmed back untimed."""
 
-    def __init__(self, batch: int, path: Path | None) -> None:
-        pages = batch * WIDTH // PAGE
-        self.alloc = sgalloc.KVAllocator(pages, PAGE, batch, WIDTH, device="cpu", journal=path)
+    def __init__(
+        self, batch: int, path: Path | None, debug: bool | None = None, width: int = WIDTH
+    ) -> None:
+        self.alloc = sgalloc.KVAllocator(
+            batch * width // PAGE, PAGE, batch, width, device="cpu", journal=path, debug=debug
+        )
         self.alloc.warm()
         handles = self.alloc.open(batch)
         self.prompts = np.arange(batch, dtype=np.int64) % PAGE + PROMPT

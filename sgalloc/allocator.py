@@ -26,6 +26,8 @@ from sgalloc.plan import Covering, Plan, mixed_plan
 from sgalloc.prefix import Match
 from sgalloc.receiving import Receiving
 from sgalloc.shape import MAX_SLOT, checked_shape
+from sgalloc.trust import debugging
+from sgalloc.trust.debugging import Debugging
 from sgalloc.trust.journal import config_of
 from sgalloc.trust.journalled import Journalled, Planned
 from sgalloc.trust.snapshot import restore
@@ -55,6 +57,8 @@ class KVAllocator(Receiving):
         reader: the stream that reads the table, where that is another one.
         page_table: whether to keep page ids on the device, too, as `page_table`.
         journal: a file, not there yet, that every call which changes the ledger is written to.
+        debug: whether to prove the laws after every call, and to poison what nobody owns; None
+            for what the environment variable ``SGALLOC_DEBUG`` says.
 
     Handles may be one int, a sequence, an array or a `Batch`; lengths one int for all or one
     per request. A call that raises has changed nothing. One thread at a time uses an allocator, as
@@ -80,7 +84,9 @@ class KVAllocator(Receiving):
         reader: Any = None,
         page_table: bool = False,
         journal: str | PathLike[str] | None = None,
+        debug: bool | None = None,
     ) -> None:
+        debugged = debugging.wanted(debug)
         shape = checked_shape(
             num_pages,
             page_size,
@@ -122,6 +128,7 @@ class KVAllocator(Receiving):
             config = config_of(self, window, sparse, prefix_cache)
             self._journal = Journalled(journal, config)
             self._journal.wrap(self, self._core)
+        self._debugging = self._debug() if debugged else None
 
     @classmethod
     def restore(
@@ -132,19 +139,25 @@ class KVAllocator(Receiving):
         *,
         reader: Any = None,
         max_table_bytes: int | None = None,
+        debug: bool | None = None,
     ) -> KVAllocator:
         """An allocator from the bytes of `snapshot`: handles stay valid, tables are written anew.
 
         Args:
             data: bytes; everything in them is checked before it is used.
-            device, stream, reader: as of the constructor.
+            device, stream, reader, debug: as of the constructor.
             max_table_bytes: most bytes of tables that may be allocated, 16 GiB if None.
 
         Raises:
             SnapshotError: bytes that are no snapshot, or one cut, altered or made up.
         """
-        where = {"device": device, "stream": stream, "reader": reader}
-        return restore(data, max_table_bytes, lambda config: cls(**config, **where))
+        debugged = debugging.wanted(debug)
+        # Poison comes behind what is written into tables of zeros.
+        how = {"device": device, "stream": stream, "reader": reader, "debug": False}
+        alloc = restore(data, max_table_bytes, lambda config: cls(**config, **how))
+        if debugged:
+            alloc._debugging = alloc._debug()
+        return alloc
 
     # -- opening ---------------------------------------------------------------------------
 
@@ -430,6 +443,11 @@ class KVAllocator(Receiving):
         self._owner.adopt()
 
     # -- inside ----------------------------------------------------------------------------
+
+    def _debug(self) -> Debugging:
+        """Debug mode, from now on."""
+        journal = self._journal
+        return Debugging(self, self._core, None if journal is None else journal.log.last)
 
     def _reserve(
         self,

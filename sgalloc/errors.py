@@ -4,7 +4,19 @@ from __future__ import annotations
 
 
 class AllocError(RuntimeError):
-    """Base of every refusal. A refused call has changed nothing, on the host or on the device."""
+    """Base of every refusal. A refused call has changed nothing, on the host or on the device.
+
+    Attributes:
+        told: what a journal or debug mode knows of the calls before; it ends the message.
+    """
+
+    told: str = ""
+
+    def __str__(self) -> str:
+        return f"{self._words()}{self.told}"
+
+    def _words(self) -> str:
+        return super().__str__()
 
 
 class OutOfPages(AllocError):
@@ -24,7 +36,7 @@ class OutOfPages(AllocError):
         self.free = free
         self.cached = cached
 
-    def __str__(self) -> str:
+    def _words(self) -> str:
         return (
             f"group '{self.group}' needs {self.need} pages, but {self.free} are free and "
             f"{self.cached} more could be evicted: release or retract requests, "
@@ -45,7 +57,7 @@ class OutOfRows(AllocError):
         self.need = need
         self.free = free
 
-    def __str__(self) -> str:
+    def _words(self) -> str:
         return (
             f"{self.need} rows are needed, but {self.free} are free: "
             "release requests first, or raise max_requests"
@@ -67,7 +79,7 @@ class RowTooNarrow(AllocError):
         self.need = need
         self.width = width
 
-    def __str__(self) -> str:
+    def _words(self) -> str:
         return (
             f"row {self.row} would need {self.need} slots, but it is {self.width} wide: "
             "shorten the request, or size rows with sgalloc.sizing.row_width"
@@ -167,8 +179,8 @@ class NotHeld(LawViolation, ValueError):
 class SnapshotError(AllocError, ValueError):
     """Bytes that are no snapshot, or one that was cut, altered or made up."""
 
-    def __str__(self) -> str:
-        return f"this snapshot cannot be restored: {super().__str__()}"
+    def _words(self) -> str:
+        return f"this snapshot cannot be restored: {super()._words()}"
 
 
 class MirrorDiverged(AllocError):
@@ -197,7 +209,7 @@ class MirrorDiverged(AllocError):
         self.calls = calls or {}
         self._noted = noted
 
-    def __str__(self) -> str:
+    def _words(self) -> str:
         named = ", ".join(f"rank {rank} ({found[:8]})" for rank, found in self.others.items())
         verb = "differs" if len(self.others) == 1 else "differ"
         return f"{named} {verb} from the other ranks ({self.common[:8]}): {self._why()}"

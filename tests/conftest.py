@@ -15,6 +15,14 @@ settings.register_profile("sgalloc", deadline=None, print_blob=True)
 settings.load_profile("sgalloc")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """With SGALLOC_DEBUG=1 leave out what is about an allocator that is not debugged."""
+    marker = item.get_closest_marker("not_in_debug_mode")
+    if marker is not None and os.environ.get("SGALLOC_DEBUG") == "1":
+        (reason,) = marker.args
+        pytest.skip(f"not in debug mode: {reason}")
+
+
 @pytest.fixture(scope="session")
 def traces_dir() -> Path:
     """The folder of real request traces: $SGALLOC_TRACES, else ../shared/traces."""

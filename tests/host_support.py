@@ -74,17 +74,32 @@ class OnDevice:
         raise AssertionError("a device array was copied to the host")
 
 
+def words_of(refusal: Exception) -> str:
+    """The message of a refusal, without what debug mode tells of the calls before."""
+    return str(refusal).partition(" (last calls")[0]
+
+
 def make(
     num_pages: int,
     page_size: int,
     max_requests: int = 8,
     row_width: int | None = None,
     prefix_cache: bool = False,
+    debug: bool | None = None,
 ) -> sgalloc.KVAllocator:
-    """An allocator on the CPU; rows wide enough for the whole pool unless told otherwise."""
+    """An allocator on the CPU; rows wide enough for the whole pool unless told otherwise.
+
+    What is about its cost, or spoils its tables, makes it without debug mode.
+    """
     width = num_pages * page_size if row_width is None else row_width
     return sgalloc.KVAllocator(
-        num_pages, page_size, max_requests, width, device="cpu", prefix_cache=prefix_cache
+        num_pages,
+        page_size,
+        max_requests,
+        width,
+        device="cpu",
+        prefix_cache=prefix_cache,
+        debug=debug,
     )
 
 

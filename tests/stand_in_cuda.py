@@ -24,6 +24,7 @@ _ROOMS = (
     "cuda_digest",
     "cuda_lengths",
     "failing",
+    "cuda_poisoning",
     "layout",
     "order",
     "scan",
@@ -102,6 +103,8 @@ class Cuda:
                 _assign(name, *arguments)
             elif name == "page_watermarks":
                 _page_watermarks(grid[0], *arguments)
+            elif name == "poison_rows":
+                _poison_rows(*arguments)
             elif name in ("replay_pages", "replay_both"):
                 # It counts the step as applied, and does not write it.
                 _view(arguments[-1], 1, np.uint32)[:] += 1
@@ -256,6 +259,13 @@ def _fill(
     _view(start, slots.max() + 1, np.int32)[slots] = value
 
 
+def _poison_rows(
+    table: int, width: Any, row: Any, rows: Any, first: Any, stop: Any, value: Any
+) -> None:
+    assert row > 0 and rows > 0 and 0 <= first < stop <= width, "nothing there, or padding"
+    _view(table, (row + rows) * width, np.int32).reshape(-1, width)[row:, first:stop] = value
+
+
 def _export(
     slots: int,
     width: Any,
@@ -329,6 +339,7 @@ def _modules(state: Cuda) -> dict[str, Any]:
     runtime.deviceSynchronize = lambda: None
     runtime.getDevice = lambda: 0
     runtime.setDevice = lambda _: None
+    runtime.pointerGetAttributes = lambda _: types.SimpleNamespace(device=0)
     runtime.getDeviceCount = lambda: 1
     runtime.getDeviceProperties = lambda _: {
         "name": b"Stand-in",

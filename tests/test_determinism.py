@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_support import PAGE_SIZES, Query, assert_laws, make, places
+from host_support import PAGE_SIZES, Query, assert_laws, make, places, words_of
 
 import sgalloc
 
@@ -124,7 +124,7 @@ class Walk:
             try:
                 seen = self.step()
             except REFUSALS as refusal:
-                seen = (type(refusal).__name__, str(refusal))
+                seen = (type(refusal).__name__, words_of(refusal))
                 self.kinds.add(type(refusal).__name__)
             if self.alloc.stats().groups["full"].evicted > evicted:
                 self.kinds.add("eviction")

@@ -94,6 +94,11 @@ def test_the_page_on_the_journal_runs() -> None:
     assert names["before"].records == 10  # type: ignore[attr-defined]
 
 
+def test_the_page_on_debug_mode_runs() -> None:
+    names = run_blocks(ROOT / "docs" / "debugging.md")
+    assert names["said"] and names["told"], "the page shows what fails"
+
+
 def test_the_page_on_profiling_runs() -> None:
     names = run_blocks(ROOT / "docs" / "profiling.md")
     assert names["names"].count("forward") == 3, "the page records three steps"  # type: ignore[attr-defined]

@@ -106,6 +106,7 @@ def test_every_source_is_known_to_the_host() -> None:
         "page_watermarks",
         "export_pages",
         "row_digest",
+        "poison_rows",
     }
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
+import host_support
 import numpy as np
 import pytest
-from host_support import cached, make, prompt
+from host_support import cached, prompt
 
 import sgalloc
 
+make = partial(host_support.make, debug=False)
 PS = 16
 SHORT, LONG = 2**6, 2**16  # pages: a thousand tokens and a million
 

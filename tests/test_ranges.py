@@ -64,8 +64,8 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Domain:
     return domain
 
 
-def make() -> sgalloc.KVAllocator:
-    return sgalloc.KVAllocator(40, 4, 4, 64, device="cpu", prefix_cache=True)
+def make(debug: bool | None = None) -> sgalloc.KVAllocator:
+    return sgalloc.KVAllocator(40, 4, 4, 64, device="cpu", prefix_cache=True, debug=debug)
 
 
 def test_verbs_hold_the_ranges_of_their_parts(tool: Domain) -> None:
@@ -117,7 +117,7 @@ def test_results_are_the_same_with_a_tool(tool: Domain) -> None:
 
 def test_without_a_tool_nothing_is_wrapped() -> None:
     assert not ranges.listening()
-    alloc = make()
+    alloc = make(debug=False)
     assert not set(vars(alloc)) & {"open", "extend", "decode", "reserve", "commit", "release"}
     assert alloc._make_plan is sgalloc.Plan
     assert "write" not in vars(alloc._core.device)

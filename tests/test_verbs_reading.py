@@ -137,7 +137,7 @@ class TestSlots:
 
 class TestTable:
     def test_shape_padding_row_and_one_address_for_life(self) -> None:
-        alloc = make(20, 16, max_requests=5, row_width=70)
+        alloc = make(20, 16, max_requests=5, row_width=70, debug=False)
         table = alloc.req_to_token
         assert table.dtype == np.int32 and table.shape == (6, 70)
         assert not table.any()
@@ -156,7 +156,7 @@ class TestTable:
 
     @pytest.mark.parametrize(("ps", "width"), [(16, 70), (3, 10), (128, 255), (64, 64), (2, 5)])
     def test_rows_that_are_not_a_multiple_of_the_page_size(self, ps: int, width: int) -> None:
-        alloc = make(20, ps, max_requests=4, row_width=width)
+        alloc = make(20, ps, max_requests=4, row_width=width, debug=False)
         whole = width // ps * ps
         alloc.req_to_token[1:, whole:] = -9
         h = alloc.open(3)

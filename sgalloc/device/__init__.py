@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from sgalloc.device.cpu import CpuDevice
 from sgalloc.device.exported import Exported, SideTables
+from sgalloc.device.poisoning import Poisoner
 from sgalloc.device.row_digest import Pending, Ranges
 from sgalloc.device.write_log import WriteLog
 from sgalloc.inputs import Int64, shown
@@ -81,6 +82,9 @@ class Device(Writer, Protocol):
 
     def warm(self, max_pages: int | None = None) -> None:
         """Compile, allocate and touch all that a step of ``max_pages`` new pages needs."""
+
+    def poisoner(self) -> Poisoner:
+        """What puts poison into the tables, in debug mode alone."""
 
     def write_watermarks(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import cupy
@@ -39,6 +40,7 @@ class Batched(Failing):
     _small: Ring | None
     _large: Ring | None
     _large_bytes: int
+    _lay_out: Callable[[Slot, list[Any]], tuple[list[int], int]]
 
     @abstractmethod
     def warm(self, max_pages: int | None = None) -> None:
@@ -129,7 +131,7 @@ class Batched(Failing):
             assert self._large is not None and self._scan is not None
             slot = self._large.take()
             columns: list[Any] = [rows, committed, allocated, *([reserve] if each else []), ids]
-            places, stop = _lay_out(slot, columns)
+            places, stop = self._lay_out(slot, columns)
             tile = self.geometry.tile_requests(n, -(-ids.size // n))
             tiles = -(-n // tile)
             launched = False
@@ -193,7 +195,7 @@ class Batched(Failing):
                 self._grow_large(size)
             assert self._large is not None
             slot = self._large.take()
-            places, stop = _lay_out(slot, [rows, indptr, lengths])
+            places, stop = self._lay_out(slot, [rows, indptr, lengths])
             launched = False
             try:
                 self._send(slot, HEADER_BYTES, stop, stream)
@@ -228,7 +230,7 @@ class Batched(Failing):
             return slot.ready
 
 
-def _lay_out(slot: Slot, columns: list[Any]) -> tuple[list[int], int]:
+def lay_out(slot: Slot, columns: list[Any]) -> tuple[list[int], int]:
     """Put int32 columns behind the header; their addresses on the device, and where they end."""
     places, cursor = [], HEADER_BYTES
     for column in columns:

@@ -46,6 +46,7 @@ class CapturedUpdate(Unpicklable):
     ) -> None:
         self._failed = failed
         self._side = side
+        self._fill = fill
         # A step may clear as many pages of the second group as it takes.
         self._max_beside = 2 * max_pages if side != NO_SIDE else 0
         self._device = device
@@ -163,7 +164,7 @@ class CapturedUpdate(Unpicklable):
                 )
             block = self._blocks[self._staged % RING]
             self._places[self._staged % RING] = _places(pages, side)
-            fill(block, pages, ids, None, 0, self._row_pages, 0, side, self._side)
+            self._fill(block, pages, ids, None, 0, self._row_pages, 0, side, self._side)
             self._staged = (self._staged + 1) % (1 << 32)
             # Written last: it tells the kernel that the step is whole.
             block.words[SERIAL] = np.uint32(self._staged).view(np.int32)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgalloc.device.exported import Exported, SideTables
+from sgalloc.device.poisoning import CpuPoisoner
 from sgalloc.device.ready import DONE, Done
 from sgalloc.device.row_digest import Known, Ranges, digest
 from sgalloc.device.write_log import WriteLog
@@ -180,6 +181,10 @@ class CpuDevice:
     def warm(self, max_pages: int | None = None) -> None:
         """Touch the table, so that no later step waits for the memory behind it."""
         touch(self._table.reshape(-1))
+
+    def poisoner(self) -> CpuPoisoner:
+        """What puts poison into the tables."""
+        return CpuPoisoner(self, self._page_size)
 
     def checked_out(self, out: Any, size: int) -> NDArray[Any]:
         """``out`` as a NumPy array that shares its memory.

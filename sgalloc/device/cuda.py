@@ -11,9 +11,10 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from sgalloc.device.batched import Batched
+from sgalloc.device.batched import Batched, lay_out
 from sgalloc.device.captured import CapturedUpdate
 from sgalloc.device.cuda_digest import Digests, captured
+from sgalloc.device.cuda_poisoning import CudaPoisoner
 from sgalloc.device.exported import SideTables
 from sgalloc.device.failing import FAILURES, telling, told
 from sgalloc.device.kernels import THREADS, Geometry, kernel
@@ -26,6 +27,7 @@ from sgalloc.device.layout import (
     SideAddresses,
     fill,
     fill_both,
+    fill_lengths,
     fill_pages,
     fill_small,
     lay_out_small,
@@ -95,6 +97,7 @@ class CudaDevice(Batched):
         }
         self._fill_pages, self._fill_both = fill_pages, fill_both
         self._fill_small, self._fill = fill_small, fill
+        self._lay_out, self._fill_lengths = lay_out, fill_lengths
         self._graph_launch = runtime.graphLaunch
         self.index = index
         self._max_requests = max_requests
@@ -197,6 +200,10 @@ class CudaDevice(Batched):
         return self._digests.launch(ranges)
 
     # -- set-up ----------------------------------------------------------------------------
+
+    def poisoner(self) -> CudaPoisoner:
+        """What puts poison into the tables, and from now on into staging memory."""
+        return CudaPoisoner(self, self._page_size)
 
     @telling("warming up")
     def warm(self, max_pages: int | None = None) -> None:

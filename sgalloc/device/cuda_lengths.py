@@ -91,9 +91,7 @@ class CudaLengths:
         slot, n = self._slot, cur.size
         assert slot is not None
         room = self._room
-        slot.longs[:n] = committed
-        slot.ints[2 * room : 2 * room + n] = cur
-        slot.ints[3 * room : 3 * room + n] = nxt
+        self._device._fill_lengths(slot, room, cur, nxt, committed)
         try:
             with current_device(self._index):
                 stream, _, _ = self._order.enter(after)

@@ -11,7 +11,13 @@ import numpy as np
 
 from sgalloc.cuda_source import read_text
 
-SOURCES = ("assign_pages.cu", "page_watermarks.cu", "export_pages.cu", "row_digest.cu")
+SOURCES = (
+    "assign_pages.cu",
+    "page_watermarks.cu",
+    "export_pages.cu",
+    "row_digest.cu",
+    "poison.cu",
+)
 THREADS = 256
 TILE_PAGES = 1024
 LEAST_REQUESTS, TILE_REQUESTS = 32, 1024

@@ -193,6 +193,14 @@ def fill(
     return cursor
 
 
+def fill_lengths(slot: Block, room: int, cur: Int64, nxt: Int64, committed: Int64) -> None:
+    """Lay out the lengths of a step, in a buffer without a header that has room for so many."""
+    n = cur.size
+    slot.longs[:n] = committed
+    slot.ints[2 * room : 2 * room + n] = cur
+    slot.ints[3 * room : 3 * room + n] = nxt
+
+
 def _address(slot: Block, side: SideAddresses) -> None:
     slot.longs[SIDE_SLOTS_LOW // 2] = side.slots
     slot.longs[SIDE_MAP_LOW // 2] = side.map

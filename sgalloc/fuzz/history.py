@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 _COLLECTIONS = (list, tuple, set, frozenset, deque)
-_LEFT_OUT = ("_refusals", "_journal")
+_LEFT_OUT = ("_refusals", "_journal", "_debugging")
 
 
 def things_held(root: Any) -> int:

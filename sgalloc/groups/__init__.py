@@ -33,6 +33,8 @@ class Side(Protocol):
     """A second group: what it does in a plan, and what each row holds of it."""
 
     pool: PagePool
+    pages: Int32
+    """Page ids of each row, ``(max_requests + 1, row_pages)``; stale where a row holds none."""
     mapped: bool
     """Whether a map from the slots of the main group to those of this one is kept."""
 

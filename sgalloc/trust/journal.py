@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections import deque
 from fractions import Fraction
 from hashlib import blake2b
 from typing import Any
@@ -15,12 +14,11 @@ from numpy.typing import NDArray
 
 from sgalloc.core import Core
 from sgalloc.inputs import Int64
+from sgalloc.trust.last_calls import LastCalls
 from sgalloc.trust.records import MAGIC, VERSION, JournalError, framed
-from sgalloc.trust.verbs import BY_KIND
 
 FLUSH_BYTES = 1 << 16
 DIGEST_EVERY = 1024
-_RING = 1024
 _HEAD_IDS = 256
 _log = logging.getLogger("sgalloc.journal")
 
@@ -118,7 +116,7 @@ class Log:
         calls: calls written so far.
         number: of the next record.
         broken: what has ended the journal early, or None.
-        ring: number, kind and rows of the last calls, the oldest first.
+        last: the last calls, by number of their records.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -129,7 +127,7 @@ class Log:
         self.number = 0
         self.broken: Exception | None = None
         self.open = True
-        self.ring: deque[tuple[int, int, Int64 | None]] = deque(maxlen=_RING)
+        self.last = LastCalls(f" in journal {self.path}")
         # At the end of the interpreter, or of the allocator, whatever is in memory is written.
         self._closing = weakref.finalize(self, _close_quietly, self._sink)
         self._sink.pending += MAGIC + bytes((VERSION,))
@@ -180,16 +178,6 @@ class Log:
                 f"journal {self.path} ends early ({self.broken}): calls after record "
                 f"{self.number - 1} are not in it, and the last ones before may be missing"
             )
-
-    def last_calls(self, rows: Int64, most: int = 8) -> str:
-        """The last calls that named one of ``rows``, the newest last, in words."""
-        found = []
-        for number, kind, named in reversed(self.ring):
-            if named is not None and np.isin(named, rows).any():
-                found.append(f"{number} {BY_KIND[kind].name}")
-            if len(found) == most:
-                break
-        return ", ".join(found[::-1])
 
 
 def _close_quietly(sink: Sink) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -41,9 +40,6 @@ from sgalloc.trust.verbs import VERBS, Form, Verb
 
 _ROW_MASK = (1 << 32) - 1
 _BATCHES = 16
-# What the messages of the laws call a row, and a page id (and not the number of a page in a row).
-_ROW = re.compile(r"(?:\brow |_table\[|req_to_token\[)(\d+)")
-_PAGE = re.compile(r"\bpage (\d+)\b(?! of row)")
 _INT64 = np.dtype(np.int64)
 _Writer: TypeAlias = tuple[int, str, Any, Callable[[Any], bytes]]
 
@@ -122,7 +118,8 @@ class Journalled:
         log, polls, pool = self.log, self._polls, self._core.pool
         ids = pool._stack
         side = None if self._core.side is None else self._core.side.pool
-        writers, kind = self._writers(verb), verb.kind
+        writers, kind, called = self._writers(verb), verb.kind, verb.name
+        ring = log.last.ring
         numbered, listed = verb.answer is Form.NUMBER, verb.answer is Form.IDS
         lists, matches = verb.name == "open_with_prefix", verb.name == "match"
         owner = self._core.owner
@@ -175,7 +172,7 @@ class Journalled:
                     parts.append(signed(side.free - self._side_free))
                     self._side_free = side.free
                 number = log.append(kind, b"".join(parts))
-                log.ring.append((number, kind, rows))
+                ring.append((number, called, rows, None))
                 log.calls = calls = log.calls + 1
                 if not calls % DIGEST_EVERY:
                     self._digest(whole=False)
@@ -235,7 +232,7 @@ class Journalled:
                 return check(*args, **kwargs)
             except LawViolation as violation:
                 self.log.flush()
-                violation.args = (f"{violation}{self._history(str(violation))}",)
+                violation.told = self._history(str(violation))
                 raise
 
         return call
@@ -274,7 +271,8 @@ class Journalled:
         try:
             name = text(type(refusal).__name__.encode())
             head = bytes((flags,)) + (packed_bits(polls) if polls else b"") + name
-            log.ring.append((log.append(verb.kind, head + b"".join(body)), verb.kind, rows))
+            number = log.append(verb.kind, head + b"".join(body))
+            log.last.ring.append((number, f"refused {verb.name}", rows, None))
             log.calls += 1
             if not log.calls % DIGEST_EVERY:
                 self._digest(whole=False)
@@ -301,17 +299,8 @@ class Journalled:
 
     def _history(self, problem: str) -> str:
         """The last calls on the rows that have, or had, what ``problem`` names."""
-        ledger = self._core.ledger
-        rows = _numbers(problem, _ROW)
-        for page in _numbers(problem, _PAGE):
-            # Lists are stale from A on: who had the page stands there still.
-            rows += (ledger.pages == page).any(axis=1).nonzero()[0].tolist()
-        named = np.unique(np.array(rows, np.int64))
-        calls = self.log.last_calls(named[named > 0])
-        if not calls:
-            return f" (journal {self.log.path}, record {self.log.number} is next)"
-        listed = ", ".join(str(row) for row in named.tolist() if row)
-        return f" (last calls on row {listed} in journal {self.log.path}: {calls})"
+        known = self.log.last.told(problem, self._core)
+        return known or f" (journal {self.log.path}, record {self.log.number} is next)"
 
     # -- arguments -------------------------------------------------------------------------
 
@@ -451,7 +440,3 @@ def _listed(matches: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value.item()
-
-
-def _numbers(words: str, pattern: re.Pattern[str]) -> list[int]:
-    return [int(found) for found in pattern.findall(words)]

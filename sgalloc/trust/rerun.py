@@ -13,12 +13,11 @@ import numpy as np
 
 from sgalloc.allocator import KVAllocator
 from sgalloc.core import Core
-from sgalloc.errors import AllocError
+from sgalloc.errors import AllocError, LawViolation
 from sgalloc.groups.sparse import Sparse
 from sgalloc.groups.window import SlidingWindow
 from sgalloc.inputs import Int64
 from sgalloc.pages import PagePool
-from sgalloc.quarantine import Quarantine
 from sgalloc.trust.arguments import Arguments
 from sgalloc.trust.journal import state_digest
 from sgalloc.trust.records import (
@@ -132,6 +131,7 @@ class Rerun:
         self._free = {pool.group: pool.free for pool in _pools(self._core)}
         self._answers: deque[bool] = deque()
         quarantine: Any = self._core.quarantine
+        self._come_back = quarantine.settle
         quarantine.settle = lambda: None
         quarantine.pending = self._pending
         self._watch = watch or Watch()
@@ -229,7 +229,7 @@ class Rerun:
         for at in gone.tolist():
             quarantine.entries[at] = quarantine.entries[at]._replace(event=_DONE)
         before = self._holder()
-        Quarantine.settle(quarantine)
+        self._come_back()
         self.settled += gone.size
         if self._holder() != before:
             self._touch("settle", "", True)
@@ -255,6 +255,9 @@ class Rerun:
         except JournalError:
             raise
         except Exception as error:
+            if type(error) is LawViolation:
+                # Debug mode proves the laws after every call.
+                raise self._named(error) from None
             self._heard(verb, refusal, error)
             cursor.end()
             self._touch(verb.name, refusal, held)
@@ -325,8 +328,13 @@ class Rerun:
         try:
             self.alloc.check(device=True)
         except AllocError as violation:
-            violation.args = (f"after record {self._record.number}: {violation}",)
-            raise
+            raise self._named(violation) from None
+
+    def _named(self, violation: AllocError) -> AllocError:
+        """``violation``, found behind the record of now."""
+        violation.args = (f"after record {self._record.number}: {violation}",)
+        violation.told = ""
+        return violation
 
     def _pending(self, after: Any) -> Any:
         if after is None:

@@ -58,6 +58,7 @@ def test_what_cannot_be_run_is_refused(options: tuple[str, ...], said: str) -> N
     assert said in text(result.stderr)
 
 
+@pytest.mark.not_in_debug_mode("the run again ends at the law that the planted fault breaks")
 def test_a_failure_is_made_short_and_can_be_run_again(tmp_path: Path) -> None:
     journal, report = tmp_path / "short.journal", tmp_path / "fuzz.json"
     with planted(fault_named("an aborted transfer loses a page")):

@@ -203,6 +203,7 @@ def test_ctrl_c_ends_with_the_table_and_the_report_so_far(tmp_path):
     assert (tmp_path / "report.html").is_file()
 
 
+@pytest.mark.not_in_debug_mode("the run gives back ten thousand requests, each with its proof")
 def test_ctrl_c_ends_the_prefix_cache_alone_with_the_rate_so_far():
     ended = interrupted(*LONG, "--cache-only")
     assert "Traceback" not in ended.stderr

@@ -101,6 +101,7 @@ def forgetful_pool(watched: Engine, monkeypatch) -> None:
     monkeypatch.setattr(pool, "give", forget)
 
 
+@pytest.mark.not_in_debug_mode("the call that breaks a law says so at once")
 @pytest.mark.parametrize("check_every", [0, 1])
 def test_a_page_that_is_forgotten_is_reported(monkeypatch, check_every):
     watched = engine(
@@ -156,6 +157,7 @@ def test_a_table_that_was_overwritten_is_reported(row):
     assert not recording.sound
 
 
+@pytest.mark.not_in_debug_mode("the call that breaks a law says so at once")
 def test_a_page_in_two_hands_is_reported_with_both():
     watched = engine(req(16, output=9), req(16, output=9), prefix_cache=False)
 

@@ -11,9 +11,11 @@ from host_support import OnDevice, Query, assert_laws, count_launches, make, pro
 import sgalloc
 
 
-def speculating(prefix_cache: bool = True) -> tuple[sgalloc.KVAllocator, np.ndarray]:
+def speculating(
+    prefix_cache: bool = True, debug: bool | None = None
+) -> tuple[sgalloc.KVAllocator, np.ndarray]:
     """C = 9 and 8, the second over two shared pages; A = 24 and 20; pages of 4."""
-    alloc = make(40, 4, max_requests=5, row_width=41, prefix_cache=prefix_cache)
+    alloc = make(40, 4, max_requests=5, row_width=41, prefix_cache=prefix_cache, debug=debug)
     (one,) = alloc.open()
     if prefix_cache:
         (seed,) = alloc.open()
@@ -114,7 +116,7 @@ def test_nobody_and_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_device_work_and_no_readback(monkeypatch: pytest.MonkeyPatch) -> None:
-    alloc, h = speculating()
+    alloc, h = speculating(debug=False)
     calls = count_launches(alloc, monkeypatch)
     expected = slots(alloc, h[0], [12, 20])
     alloc.req_to_token[:] = -1  # a table that is read would show it

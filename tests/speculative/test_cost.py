@@ -23,7 +23,7 @@ FEW, MANY = 100, 2000
 
 def scene(requests: int) -> tuple[sgalloc.KVAllocator, Any, np.ndarray]:
     """A batch of which every request is at a page edge."""
-    alloc = make(requests * 6, 4, max_requests=requests, row_width=24)
+    alloc = make(requests * 6, 4, max_requests=requests, row_width=24, debug=False)
     handles = alloc.open(requests)
     alloc.extend(handles, 4)
     return alloc, alloc.batch(handles), handles

@@ -166,8 +166,8 @@ def test_a_token_only_moves_to_an_earlier_place_and_may_land_on_one_still_to_be_
     handle = alloc.open()
     alloc.extend(handle, 2)
     alloc.reserve(handle, 20)
+    row = alloc.req_to_token[1].copy()
     src, dst = alloc.compact(handle, [[3, 5, 6, 9]])
-    row = alloc.req_to_token[1]
     assert src.tolist() == row[[3, 5, 6, 9]].tolist()
     assert dst.tolist() == row[[2, 3, 4, 5]].tolist()
     assert set(src.tolist()) & set(dst.tolist()), "positions 3 and 5 are read and written"

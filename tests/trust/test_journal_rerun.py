@@ -306,8 +306,12 @@ def test_a_fault_of_the_allocator_is_named_by_its_first_record(
         return real(alloc, *args, **kwargs)
 
     monkeypatch.setattr(sgalloc.KVAllocator, attribute, faulty)
-    with pytest.raises(Diverged) as raised:
+    with pytest.raises((Diverged, sgalloc.LawViolation)) as raised:
         rerun(path)
+    if isinstance(raised.value, sgalloc.LawViolation):  # in debug mode the law is asked first
+        assert fault == "an id is lost"
+        assert str(raised.value).startswith(f"after record {numbers[0]}: page ")
+        return
     assert raised.value.record == numbers[0]
     assert f"record {numbers[0]} ({verb}, at byte " in str(raised.value)
 
@@ -361,7 +365,7 @@ def test_a_law_that_does_not_hold_names_the_record(
     run = Rerun(path)
     run.run(until=8)
     run.alloc.req_to_token[1:, 0] = 77
-    with pytest.raises(sgalloc.LawViolation, match=r"after record \d+: req_to_token\["):
+    with pytest.raises(sgalloc.LawViolation, match=r"^after record 8: req_to_token\["):
         run.run(check_every=1)
 
 
@@ -404,7 +408,7 @@ def test_a_law_violation_names_the_last_calls(tmp_path: Path) -> None:
     message = str(raised.value)
     assert message.startswith(f"page {page} of group 'full' is held by row 1 and by row 2")
     assert "(last calls on row 1, 2 in journal" in message
-    assert message.endswith(": 1 open, 2 extend, 4 decode)")
+    assert re.search(r": 1 open, 2 extend, 4 decode(; on page \d+: 2 extend)?\)$", message)
     assert rerun(path).records == 5, "the journal was flushed"
     assert alloc.committed(one).tolist() == [10]
 
@@ -507,8 +511,9 @@ def test_a_step_costs_the_same_few_calls_for_every_batch(tmp_path: Path) -> None
     costs = []
     for count in (1, 256, 4096):
         path = tmp_path / str(count)
-        plain = sgalloc.KVAllocator(3 * count, 64, count, 192, device="cpu")
-        noted = sgalloc.KVAllocator(3 * count, 64, count, 192, device="cpu", journal=path)
+        how = {"device": "cpu", "debug": False}
+        plain = sgalloc.KVAllocator(3 * count, 64, count, 192, **how)
+        noted = sgalloc.KVAllocator(3 * count, 64, count, 192, journal=path, **how)
         found = []
         for alloc in (plain, noted):
             batch = alloc.batch(alloc.open(count))

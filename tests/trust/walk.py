@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import numpy as np
-from host_support import Query
+from host_support import Query, words_of
 
 import sgalloc
 
@@ -56,6 +56,7 @@ class Walk:
         self.pinned: list[int] = []
         self.events: list[Query] = []
         self.with_events = events
+        self.names: tuple[Any, ...] = NAMESPACES
         self.now = 0
         self.ps = alloc.page_size
         self.cache = alloc._core.prefix is not None
@@ -87,17 +88,17 @@ class Walk:
         try:
             return f"{name}: {getattr(self, name)()!r}"
         except REFUSALS as refusal:
-            return f"{name}: {type(refusal).__name__}: {refusal}"
+            return f"{name}: {type(refusal).__name__}: {words_of(refusal)}"
 
     # -- the calls -------------------------------------------------------------------------
 
     def open(self) -> Any:
-        new = self.alloc.open(self.random.randint(1, 2), self.random.choice(NAMESPACES))
+        new = self.alloc.open(self.random.randint(1, 2), self.name(self.names))
         return self.enter(new, [])
 
     def match(self) -> Any:
         ids = self.ids()
-        match = self.alloc.prefix.match(ids, self.random.choice(NAMESPACES[:3]))
+        match = self.alloc.prefix.match(ids, self.name(self.names[:3]))
         if self.random.random() < 0.3:
             return match.pages.tolist()
         return match.pages.tolist(), self.enter(self.alloc.open_with_prefix(match), ids)
@@ -105,7 +106,7 @@ class Walk:
     def preallocate(self) -> Any:
         rng, match, ids, how = self.random, None, self.ids(), {}
         if self.cache and rng.random() < 0.6:
-            match = self.alloc.prefix.match(ids, rng.choice(NAMESPACES[:3]))
+            match = self.alloc.prefix.match(ids, self.name(self.names[:3]))
         length = (0 if match is None else match.length) + rng.randint(0, 5 * self.ps)
         if self.alloc.has_window and rng.random() < 0.6:
             length = length // self.ps * self.ps
@@ -233,6 +234,10 @@ class Walk:
         start, branch = self.random.randint(0, 1) * 1000, self.random.randint(0, 2)
         at = self.random.choice((2 * self.ps, 3 * self.ps, 5 * self.ps + 1))
         return [start + n + (n >= at) * 100_000 * branch for n in range(21 * self.ps)]
+
+    def name(self, among: tuple[Any, ...]) -> Any:
+        """The namespace of the next call that takes one."""
+        return self.random.choice(among)
 
     def some(self) -> list[int]:
         known = list(self.text)
