@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 from gpu.currents import cuda_torch
-from gpu.naive import NaiveTables
+from gpu.naive import NaiveTables, equal
 from host_support import open_handles
 from numpy.typing import NDArray
 
@@ -192,8 +192,8 @@ class Twins:
             ("page_table", gpu.page_table, self.naive.page_table),
         ):
             found = host(table)
-            assert np.array_equal(found, getattr(cpu, name)), _first(found, getattr(cpu, name))
-            assert np.array_equal(found, expected), _first(found, expected)
+            assert equal(found, getattr(cpu, name)), _first(found, getattr(cpu, name))
+            assert equal(found, expected), _first(found, expected)
 
     def check(self) -> None:
         """Both laws, as the allocators themselves prove them."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cupy.cuda import runtime
 from gpu.currents import event_behind
-from gpu.naive import NaiveTables, exported, gathered
+from gpu.naive import NaiveTables, equal, exported, gathered
 from gpu.twins import Out, host
 from host_support import open_handles
 
@@ -86,8 +86,8 @@ class World:
         """Tables, outs and exports against the naive writer."""
         self.keep()
         runtime.deviceSynchronize()
-        assert np.array_equal(host(self.alloc.req_to_token), self.naive.table)
-        assert np.array_equal(host(self.alloc.page_table), self.naive.page_table)
+        assert equal(host(self.alloc.req_to_token), self.naive.table)
+        assert equal(host(self.alloc.page_table), self.naive.page_table)
         for size, slots in self.expected.items():
             out = self.outs[size]
             out.cpu[:] = slots
