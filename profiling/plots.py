@@ -27,6 +27,7 @@ PAGE = ROOT / "docs" / "profiling.md"
 NOT_YET = "Not measured yet."
 
 BLUE, ORANGE, GREY, GREEN = "#2563a8", "#d9730d", "#8a8a8a", "#2f855a"
+_ENGINE_STEPS, _ENGINE_US = 30, 50_000
 _BLOCK = re.compile(r"(<!-- made: ([a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _HASH = re.compile(r"data ([0-9a-f]{64})")
 
@@ -199,11 +200,38 @@ def timeline() -> Picture:
     return Picture([], spans, f"256 requests that speculate on {where}: one prefill, three steps")
 
 
+def engine() -> Picture:
+    """Steps of the example engine on sgalloc and on a naive allocator, overlapped."""
+    document = json.loads((GPU / "engine.json").read_text("utf-8"))
+    events = document["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    spans: list[Span] = []
+    for pid in (pid for pid, name in names.items() if "overlapped" in name):
+        boxes = sorted(
+            (e for e in events if e["ph"] == "X" and e["pid"] == pid),
+            key=lambda e: (e["ts"], -e["dur"]),
+        )
+        begin = [e["ts"] for e in boxes if e["name"] == "_decode"][-_ENGINE_STEPS]
+        open_until: list[float] = []
+        for e in boxes:
+            if not begin <= e["ts"] < begin + _ENGINE_US:
+                continue
+            while open_until and open_until[-1] <= e["ts"] + 1e-6:
+                open_until.pop()
+            track = names[pid].partition(",")[0]
+            at = round(e["ts"] - begin, 1)
+            took = round(min(e["dur"], _ENGINE_US - at), 1)
+            spans.append(Span(track, e["name"].lstrip("_"), len(open_until), at, took))
+            open_until.append(e["ts"] + e["dur"])
+    return Picture([], spans, f"256 requests of a 1B-shaped model on an {document['device']}")
+
+
 PICTURES_BY_NAME: dict[str, Callable[[], Picture]] = {
     "host_cost": host_cost,
     "kernel_limit": kernel_limit,
     "crossover": crossover,
     "timeline": timeline,
+    "engine": engine,
 }
 
 
@@ -334,6 +362,9 @@ def _draw_spans(picture: Picture) -> Any:
     end = max(span.begin + span.took for span in picture.spans)
     colors = {
         "forward": "#d0d0d0",
+        "decode": "#c9d7e8",
+        "prefill": "#e2d3ea",
+        "land": "#e0e0e0",
         "plan": GREEN,
         "write": ORANGE,
         "stage": "#b8860b",
@@ -357,7 +388,7 @@ def _draw_spans(picture: Picture) -> Any:
                 ha="center",
                 va="center",
                 fontsize=7,
-                color="black" if span.name == "forward" else "white",
+                color="black" if span.name in ("forward", "decode", "prefill", "land") else "white",
             )
     figure.legend(
         handles=[Patch(color=color, label=name) for name, color in shown.items()],

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable
+from datetime import date
 from time import perf_counter
 from typing import Any
 
@@ -188,6 +189,22 @@ def trace(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def table(document: dict[str, Any]) -> str:
+    """The results as a table in Markdown."""
+    lines = [
+        "| step | allocator | tokens/s | a decode step, ms | of it in the allocator, µs | share |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for run in document["runs"]:
+        lines.append(
+            f"| {'overlapped' if run['overlap'] else 'in step'} | {run['allocator']} "
+            f"| {run['tokens_per_second']:,.0f} | {run['decode_step_ms']['p50']:.2f} "
+            f"| {run['decode_allocator_us']['p50']:,.0f} "
+            f"| {100 * run['decode_allocator_share']:.1f}% |"
+        )
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure both allocators, with and without overlap."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -223,12 +240,15 @@ def main(arguments: list[str] | None = None) -> None:
             if gpu:
                 torch.cuda.empty_cache()
     results = [measured.result() for measured in runs.values()]
-    for run in results:
-        short = {key: run[key] for key in run if key not in ("time_line", "parts")}
-        print(json.dumps(short))
-    name = torch.cuda.get_device_name() if gpu else "CPU"
+    document = {
+        "device": torch.cuda.get_device_name() if gpu else "CPU",
+        "date": date.today().isoformat(),
+        "traceEvents": trace(results),
+        "runs": results,
+    }
     with open(given.out, "w", encoding="utf-8") as file:
-        json.dump({"device": name, "traceEvents": trace(results), "runs": results}, file)
+        json.dump(document, file)
+    print(table(document))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from examples.engine.engine import Engine
 from examples.engine.model import TINY, Model
 from examples.engine.naive import NaiveAllocator, NaiveScheduler
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.mark.parametrize("mode", ["plain", "plain, overlapped"])
 def test_the_naive_allocator_serves_the_same_engine(mode: str) -> None:
@@ -38,4 +40,9 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert len(run["time_line"]) == run["steps"] > 0
     names = {event["name"] for event in found["traceEvents"]}
     assert {"plan", "apply", "_prefill", "_decode", "land", "process_name"} <= names
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 4
+
+
+def test_the_guide_shows_the_results() -> None:
+    found = json.loads((ROOT / "profiling/results/nvidia-h200/engine.json").read_text("utf-8"))
+    assert bench.table(found) in (ROOT / "docs/engine-guide.md").read_text("utf-8")
