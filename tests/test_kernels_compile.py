@@ -18,13 +18,13 @@ from cuda_on_cpu.emulator import missing
 from profiling.gpu import contiguity, strategies
 from profiling.gpu.strided import FILL
 from sgalloc.cuda_source import cuda_dir, read_text
-from sgalloc.device.kernels import SOURCES, read_kernels
+from sgalloc.device.kernels import DEBUGGING, SOURCES, read_kernels
 
 # A100, RTX 3090, RTX 4090 and L40, H100 and H200, B200, RTX 5090.
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 WARNED = 'extern "C" __global__ void warned(int* out) { int unused; out[0] = 1; }\n'
 each_architecture = pytest.mark.parametrize("sm", ARCHITECTURES)
-each_source = pytest.mark.parametrize("name", SOURCES)
+each_source = pytest.mark.parametrize("name", [*SOURCES, *DEBUGGING])
 _INCLUDE = re.compile(r'#include "([^"]+)"')
 _KERNEL = re.compile(r'^extern "C" __global__ void (?:__launch_bounds__\([\w, ]+\) )?(\w+)\(', re.M)
 
@@ -94,8 +94,9 @@ def path_of(name: str) -> Path:
 
 def test_every_source_is_known_to_the_host() -> None:
     there = {entry.name for entry in cuda_dir().iterdir() if entry.name.endswith(".cu")}
-    assert there == set(SOURCES)
-    assert len(set(SOURCES)) == len(SOURCES)
+    assert there == {*SOURCES, *DEBUGGING}
+    assert len(there) == len(SOURCES) + len(DEBUGGING)
+    assert kernels_of(*DEBUGGING) == {"poison_rows"}
     assert kernels_of(*SOURCES) == {
         "assign_pages",
         "assign_mapped",
@@ -106,7 +107,6 @@ def test_every_source_is_known_to_the_host() -> None:
         "page_watermarks",
         "export_pages",
         "row_digest",
-        "poison_rows",
     }
 
 

@@ -45,6 +45,8 @@ from sgalloc.bench import harness
 from sgalloc.bench.harness import Effort, Key, Side, Step, Summary, in_turns
 from sgalloc.bench.measured import Record
 
+pytestmark = pytest.mark.not_in_debug_mode("a benchmark is of an allocator as it is")
+
 SCRIPTS: dict[str, Any] = {
     "steps": steps,
     "peer_sglang": peer_sglang,

@@ -12,6 +12,8 @@ import sgalloc
 from profiling.gpu import clock, groups
 from sgalloc.bench.harness import Effort
 
+pytestmark = pytest.mark.not_in_debug_mode("a benchmark is of an allocator as it is")
+
 SHORT = Effort(seconds=0.0, least=4, warm_up=2, block=2)
 
 

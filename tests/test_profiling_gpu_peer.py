@@ -18,6 +18,8 @@ from sgalloc.bench.harness import Effort, Summary
 from sgalloc.bench.measured import Record
 from sgalloc.bench.twins import Shape
 
+pytestmark = pytest.mark.not_in_debug_mode("a benchmark is of an allocator as it is")
+
 
 @pytest.fixture
 def cuda() -> Iterator[Cuda]:

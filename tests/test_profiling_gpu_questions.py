@@ -15,6 +15,8 @@ from profiling.gpu import clock, common, contiguity, kernels, l2, layout, strate
 from sgalloc.bench.harness import DONE, RETURN, Summary
 from sgalloc.bench.measured import Record
 
+pytestmark = pytest.mark.not_in_debug_mode("a benchmark is of an allocator as it is")
+
 
 @pytest.fixture
 def cuda() -> Iterator[Cuda]:

@@ -17,6 +17,8 @@ from sgalloc.bench.harness import SUBJECT, Summary
 from sgalloc.bench.measured import Record
 from sgalloc.bench.twins import Shape
 
+pytestmark = pytest.mark.not_in_debug_mode("a benchmark is of an allocator as it is")
+
 
 @pytest.fixture(autouse=True)
 def importing(monkeypatch: pytest.MonkeyPatch) -> Any:

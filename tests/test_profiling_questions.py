@@ -34,6 +34,8 @@ from sgalloc.bench import measured
 from sgalloc.bench.harness import Summary
 from sgalloc.bench.measured import Record
 
+pytestmark = pytest.mark.not_in_debug_mode("a benchmark is of an allocator as it is")
+
 ROOT = Path(__file__).resolve().parents[1]
 RUNS: dict[str, Callable[[], question.Answer]] = {
     "million": lambda: million.measure((200, 300), seconds=0.0),

@@ -24,6 +24,7 @@ def cuda() -> Iterator[Cuda]:
 
 def make(device: str = "cpu", **kwargs: Any) -> sgalloc.KVAllocator:
     kwargs.setdefault("prefix_cache", True)
+    kwargs.setdefault("debug", False)  # these look for whatever wraps a method
     return sgalloc.KVAllocator(200, 4, 8, 256, device=device, **kwargs)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from sgalloc.device.failing import FAILURES
-from sgalloc.device.kernels import THREADS, kernel
+from sgalloc.device.kernels import DEBUGGING, THREADS, kernel
 from sgalloc.device.layout import SMALL_PAGES, SMALL_SIDE
 from sgalloc.device.poisoning import POISON, Table, blocks, tables_of
 from sgalloc.device.staging import HEADER_BYTES
@@ -60,7 +60,7 @@ class CudaPoisoner:
             if device._order.capturing():
                 return False
             stream, _, _ = device._order.enter(after)
-            poison = kernel("poison_rows", device.index)
+            poison = kernel("poison_rows", device.index, DEBUGGING)
             for entries, (begin, end), (low, high) in blocks(self._tables, rows, start, stop):
                 # All is in the arguments: nothing is staged.
                 size = (end - begin) * (high - low)

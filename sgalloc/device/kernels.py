@@ -11,13 +11,9 @@ import numpy as np
 
 from sgalloc.cuda_source import read_text
 
-SOURCES = (
-    "assign_pages.cu",
-    "page_watermarks.cu",
-    "export_pages.cu",
-    "row_digest.cu",
-    "poison.cu",
-)
+SOURCES = ("assign_pages.cu", "page_watermarks.cu", "export_pages.cu", "row_digest.cu")
+# Compiled by those alone who ask for it.
+DEBUGGING = ("poison.cu",)
 THREADS = 256
 TILE_PAGES = 1024
 LEAST_REQUESTS, TILE_REQUESTS = 32, 1024
@@ -54,21 +50,21 @@ def read_kernels(names: tuple[str, ...] = SOURCES) -> str:
     return "\n".join(inline(read_text(name)) for name in names)
 
 
-@lru_cache(maxsize=1)
-def _module() -> Any:
+@lru_cache(maxsize=2)
+def _module(sources: tuple[str, ...]) -> Any:
     import cupy
 
-    return cupy.RawModule(code=read_kernels(), options=("-std=c++17",))
+    return cupy.RawModule(code=read_kernels(sources), options=("-std=c++17",))
 
 
 @lru_cache(maxsize=64)
-def kernel(name: str, device: int) -> Any:
+def kernel(name: str, device: int, sources: tuple[str, ...] = SOURCES) -> Any:
     """The function ``name`` on the current ``device``, ready to be called with a grid.
 
     A CuPy kernel builds this object anew at each look-up; the function itself is launched in
     less time than the kernel.
     """
-    return _module().get_function(name).kernel
+    return _module(sources).get_function(name).kernel
 
 
 def compiled() -> int:

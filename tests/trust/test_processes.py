@@ -186,7 +186,7 @@ def test_a_child_whose_parent_used_cuda_gets_no_cpu_for_it(device: str, first: s
 
         def use() -> str:
             setattr(runtime, first, broken)
-            return sgalloc.KVAllocator(40, 4, 4, 80, device=device).device
+            return sgalloc.KVAllocator(40, 4, 4, 80, device=device, debug=False).device
 
         said = in_child(use)
         if (device, first) == ("cuda:0", "getDevice"):
