@@ -22,6 +22,10 @@ from sgalloc.sizing import SpecConfig
 from sgalloc.trust import old_behaviour
 from sgalloc.trust.old_behaviour import switched_on
 
+pytestmark = pytest.mark.not_in_debug_mode(
+    "its laws would find first what other checks are to find"
+)
+
 NAMES = (
     "unaligned-watermark",
     "row-without-headroom",

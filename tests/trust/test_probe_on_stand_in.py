@@ -15,6 +15,8 @@ from trust.tables_support import WORLDS, plain, windowed
 
 import sgalloc
 
+pytestmark = pytest.mark.not_in_debug_mode("poison makes launches of its own")
+
 NOT_READY = 600
 
 

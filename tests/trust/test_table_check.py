@@ -17,6 +17,8 @@ import sgalloc
 from sgalloc.device.write_log import KEPT, LISTED
 from sgalloc.trust.claims import claims_of
 
+pytestmark = pytest.mark.not_in_debug_mode("it spoils tables, which the next call would find")
+
 each_device = pytest.mark.parametrize("device", DEVICES)
 each_world = pytest.mark.parametrize("kind", WORLDS)
 LOOKS = {
