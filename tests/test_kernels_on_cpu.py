@@ -15,6 +15,7 @@ from cuda_on_cpu.launches import (
     assign_mapped,
     export,
     mapped_grid,
+    some_mapped,
     watermarks,
 )
 from cuda_on_cpu.steps import FIXED_PAGES
@@ -156,18 +157,8 @@ def test_assign_mapped_writes_the_row_law_and_nothing_else(
             lead=int(rng.choice([0, 0, 16, 4])),
         )
         growths = some_growths(rng, rows, table.row_pages, size, even=True)
-        tile = int(rng.choice([4, 5, 31, 32, 96, 100, 255, 256]))
-        how = some_launch(rng, mapped_grid(sum(g.new for g in growths), tile, captured))
-        assign_mapped(
-            cpu,
-            table,
-            growths,
-            rng,
-            tile=tile,
-            captured=captured,
-            threads=int(rng.choice([-(-tile // 32) * 32, 256])),
-            **{name: how[name] for name in ("order", "resident", "seed")},
-        )
+        how = some_mapped(rng, sum(g.new for g in growths), captured)
+        assign_mapped(cpu, table, growths, rng, **how)
 
 
 @pytest.mark.parametrize("tile", [4, 7, 32, 33, 64, 96, 128, 250, 256])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu.emulator import Buffer, Emulator, kernels
-from cuda_on_cpu.launches import Replays, assign, assign_mapped, mapped_grid
+from cuda_on_cpu.launches import Replays, assign, assign_mapped, some_mapped
 from cuda_on_cpu.sides import ASSIGN, Side, SidePage, some_pages, some_side
 from cuda_on_cpu.steps import FIXED_PAGES
 from cuda_on_cpu.tables import (
@@ -92,20 +92,9 @@ def test_mapped_steps_with_side_pages(cpu: Emulator, size: int, captured: bool) 
         growths = some_growths(rng, rows, table.row_pages, size, even=True)
         growths = growths if turn % 4 else []
         pages = some_pages(rng, side, most=300) if turn % 5 else []
-        tile = int(rng.choice([4, 5, 31, 32, 96, 100, 255, 256]))
         most = max(sum(g.new for g in growths), len(pages))
-        how = some_launch(rng, mapped_grid(most, tile, captured))
-        assign_mapped(
-            cpu,
-            table,
-            growths,
-            rng,
-            tile=tile,
-            captured=captured,
-            threads=int(rng.choice([-(-tile // 32) * 32, 256])),
-            side=(side, pages),
-            **{name: how[name] for name in ("order", "resident", "seed")},
-        )
+        how = some_mapped(rng, most, captured)
+        assign_mapped(cpu, table, growths, rng, side=(side, pages), **how)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])

@@ -18,6 +18,7 @@ from cuda_on_cpu.tables import (
     expect_growth,
     fresh_ids,
     own_old_pages,
+    some_launch,
 )
 
 
@@ -65,6 +66,18 @@ def assign(
 def mapped_grid(pages: int, tile: int, captured: bool) -> int:
     """Blocks of assign_mapped, which in a graph is launched for as many pages as there may be."""
     return max(1, -(-(FIXED_PAGES if captured else pages) // tile))
+
+
+def some_mapped(rng: Rng, pages: int, captured: bool) -> dict[str, Any]:
+    """How to launch assign_mapped for so many pages: any tile, threads, and order of blocks."""
+    tile = int(rng.choice([4, 5, 31, 32, 96, 100, 255, 256]))
+    how = some_launch(rng, mapped_grid(pages, tile, captured))
+    return {
+        "tile": tile,
+        "captured": captured,
+        "threads": int(rng.choice([-(-tile // 32) * 32, 256])),
+        **{name: how[name] for name in ("order", "resident", "seed")},
+    }
 
 
 def assign_mapped(
