@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("fuzz.planted")
+pytest.register_assert_rewrite("fuzz.planted", "replay.cli_support")
