@@ -21,6 +21,7 @@ from sgalloc.device import open_device
 from sgalloc.fuzz.running import Setting, batches, worlds_for
 from sgalloc.fuzz.shrink import shrink
 from sgalloc.fuzz.walk import Failure, Tally, run_calls, run_world
+from sgalloc.trust import old_behaviour
 
 _MOST_CALLS_SHOWN = 40
 
@@ -47,6 +48,11 @@ _MOST_CALLS_SHOWN = 40
     "--journal", type=click.Path(path_type=Path),
     help="Where a failing walk is written.  [default: fuzz-SEED-WORLD.journal]",
 )  # fmt: skip
+@click.option(
+    "--old",
+    help="Old behaviours to switch on, apart by commas, to see the fuzz find them: "
+    f"{', '.join(old_behaviour.names())}.",
+)
 @click.option("--json", "report", type=click.Path(path_type=Path), help="File for the numbers.")
 def fuzz(**given: Any) -> None:
     """Compare the allocator with a naive one, call by call.
@@ -60,10 +66,20 @@ def fuzz(**given: Any) -> None:
         _refuse("give one of --seconds, --calls and --world")
     if given["world"] is not None and given["workers"] > 1:
         _refuse("--world is one walk: leave out --workers")
+    if given["old"] and given["workers"] > 1:
+        _refuse("--old is for one process: leave out --workers")
+    which = () if given["old"] is None else tuple(n.strip() for n in given["old"].split(","))
     try:
         open_device(given["device"], 1, 1, 1)
+        with old_behaviour.switched_on(*which):
+            pass
     except ValueError as error:
         _refuse(str(error))
+    with old_behaviour.switched_on(*which):
+        _fuzz(given)
+
+
+def _fuzz(given: dict[str, Any]) -> None:
     setting = Setting(given["seed"], given["device"], given["laws_every"])
     begun = monotonic()
     tally, failures = _run(setting, given)
@@ -184,6 +200,8 @@ def _explain(failure: Failure, given: dict[str, Any]) -> None:
     run_calls(short.config, short.calls, given["device"], str(path))
     click.echo(f"wrote {path}: sgalloc replay --journal {path} --check-every 1", err=True)
     again = f"sgalloc fuzz --seed {failure.seed} --world {failure.world}"
+    if given["old"]:
+        again += f" --old {given['old']}"
     if given["device"] != "cpu":
         again += f" --device {given['device']}"
     click.echo(f"again: {again}", err=True)

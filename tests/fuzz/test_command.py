@@ -49,6 +49,8 @@ def test_a_time_ends_a_run() -> None:
         (("--world", "1", "--workers", "2"), "leave out --workers"),
         (("--device", "tpu"), "device 'tpu' is unknown"),
         (("--calls", "0"), "Invalid value"),
+        (("--calls", "5", "--old", "the-good-old"), "the-good-old"),
+        (("--calls", "5", "--old", "release-by-totals", "--workers", "2"), "leave out --workers"),
         (("--calls", "5", "--json", "/nowhere/at/all.json"), "cannot be written"),
     ],
 )
@@ -127,3 +129,12 @@ def test_any_call_may_be_left_out_and_the_rest_keeps_its_sense() -> None:
         assert run_calls(config, calls[:at] + calls[at + 1 :])[0] == "", calls[at]
         for simpler in simpler_calls(calls[at]):
             assert run_calls(config, [*calls[:at], simpler, *calls[at + 1 :]])[0] == "", simpler
+
+
+@pytest.mark.parametrize("name", ["unaligned-watermark", "release-by-totals"])
+def test_an_old_behaviour_is_found(name: str, tmp_path: Path) -> None:
+    journal = tmp_path / "walk.journal"
+    how = ("--calls", "5000", "--shrink-seconds", "1", "--journal", journal)
+    result = sgalloc("fuzz", *how, "--old", name)
+    assert result.exit_code == 1 and f"--old {name}" in text(result.stderr)
+    assert sgalloc("fuzz", "--calls", "1000").exit_code == 0, "it is switched off again"
