@@ -11,7 +11,8 @@ from sgalloc.errors import StalePlan
 from sgalloc.groups.sparse import DevicePages
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64, counts, int64_array, shown, whole_number
-from sgalloc.prefix import Match, Node
+from sgalloc.nodes import Node
+from sgalloc.prefix import Match
 from sgalloc.sizing import window_tail
 from sgalloc.transfer import unlocked_pages
 

@@ -22,8 +22,9 @@ from sgalloc.caching import checked_namespace
 from sgalloc.errors import WrongState
 from sgalloc.inputs import Int64, int64_array, shown, whole_number
 from sgalloc.ledger import concatenate
+from sgalloc.nodes import Node, Victim
 from sgalloc.pages import Int32
-from sgalloc.prefix import Node, RadixTree, Victim
+from sgalloc.prefix import RadixTree
 from sgalloc.wrapping import Wraps
 
 _Hashes: TypeAlias = NDArray[np.uint64]

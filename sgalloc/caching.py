@@ -14,10 +14,11 @@ from sgalloc.groups import NO_PAGES, clearing, joined
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64, int64_array, shown, token_sequences
 from sgalloc.ledger import NO_ROWS, Ledger, concatenate, names_one
+from sgalloc.nodes import Node, Uses
 from sgalloc.ownership import Owner, Unpicklable
 from sgalloc.pages import CACHED, Int32, PagePool
 from sgalloc.plan import Segments, SideWrite
-from sgalloc.prefix import Match, Node, RadixTree, Uses
+from sgalloc.prefix import Match, RadixTree
 from sgalloc.quarantine import Returning
 
 if TYPE_CHECKING:

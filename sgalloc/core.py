@@ -14,11 +14,12 @@ from sgalloc.errors import AllocError, OutOfPages
 from sgalloc.groups import Side
 from sgalloc.groups.window import Window
 from sgalloc.ledger import Ledger, concatenate
+from sgalloc.nodes import Victim
 from sgalloc.ownership import Owner
 from sgalloc.pages import CACHED, Int32, PagePool
 from sgalloc.pins import Pins
 from sgalloc.plan import Plan
-from sgalloc.prefix import RadixTree, Victim
+from sgalloc.prefix import RadixTree
 from sgalloc.quarantine import Quarantine
 
 

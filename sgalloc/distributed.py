@@ -9,12 +9,12 @@ from sgalloc.errors import MirrorDiverged
 from sgalloc.trust.mirrored import parting
 
 if TYPE_CHECKING:
-    from sgalloc.holdings import Holdings
+    from sgalloc.proving import Proving
 
 _DIGEST = 32
 
 
-def assert_mirrored(alloc: Holdings, group: Any = None, *, incremental: bool = False) -> str:
+def assert_mirrored(alloc: Proving, group: Any = None, *, incremental: bool = False) -> str:
     """Compare the digest of ``alloc`` with those of all ranks of a process group.
 
     Every rank of the group has to call it, at equal event state: in stream order, or behind a

@@ -8,12 +8,13 @@ import numpy as np
 
 from sgalloc import compacting, returning, thinning, transfer
 from sgalloc.compacting import Moves
-from sgalloc.holdings import Holdings, counted
+from sgalloc.holdings import counted
 from sgalloc.inputs import Int64, counts, token_sequences
 from sgalloc.ledger import names_one
+from sgalloc.proving import Proving
 
 
-class GivingBack(Holdings):
+class GivingBack(Proving):
     """What `KVAllocator` does to let pages, and rows, go."""
 
     @counted

@@ -13,9 +13,10 @@ from sgalloc.errors import LawViolation
 from sgalloc.groups import Side
 from sgalloc.inputs import Int64
 from sgalloc.ledger import Ledger
+from sgalloc.nodes import Node
 from sgalloc.pages import CACHED, FREE, PINNED, WAITING, Int32, PagePool, describe_holder
 from sgalloc.pins import Pins
-from sgalloc.prefix import Node, RadixTree
+from sgalloc.prefix import RadixTree
 from sgalloc.quarantine import Quarantine
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import numpy as np
 
 from sgalloc.inputs import Int64
 from sgalloc.ledger import concatenate
+from sgalloc.nodes import Node
 from sgalloc.pages import Int32
-from sgalloc.prefix import Node
 
 
 @dataclass(frozen=True, slots=True)

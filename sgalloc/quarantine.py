@@ -11,9 +11,10 @@ from sgalloc.events import pollable
 from sgalloc.groups import NO_PAGES, Side, clearing, joined
 from sgalloc.inputs import Int64
 from sgalloc.ledger import NO_ROWS, Ledger, concatenate
+from sgalloc.nodes import Node
 from sgalloc.pages import WAITING, Int32, PagePool
 from sgalloc.plan import SideWrite
-from sgalloc.prefix import Node, RadixTree
+from sgalloc.prefix import RadixTree
 
 if TYPE_CHECKING:
     from sgalloc.device import Device

@@ -15,8 +15,8 @@ from sgalloc.groups.sparse import DevicePages
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64
 from sgalloc.ledger import NO_ROWS
+from sgalloc.nodes import Node
 from sgalloc.pages import Int32
-from sgalloc.prefix import Node
 from sgalloc.quarantine import Returning
 
 _OR_WAIT = ", or pass after= an event recorded behind the replay"

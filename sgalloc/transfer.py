@@ -16,10 +16,11 @@ from sgalloc.errors import OutOfPages, RowTooNarrow, StaleHandle, StalePlan, Wro
 from sgalloc.groups import NO_PAGES
 from sgalloc.inputs import Int64, int64_array
 from sgalloc.ledger import Batch, concatenate
+from sgalloc.nodes import Node
 from sgalloc.pages import Int32
 from sgalloc.pins import Pin
 from sgalloc.plan import Plan
-from sgalloc.prefix import Match, Node
+from sgalloc.prefix import Match
 from sgalloc.quarantine import Returning
 
 

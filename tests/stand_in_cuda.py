@@ -23,6 +23,7 @@ _ROOMS = (
     "cuda",
     "cuda_digest",
     "cuda_lengths",
+    "cuda_tables",
     "failing",
     "cuda_poisoning",
     "layout",

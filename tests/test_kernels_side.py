@@ -224,7 +224,7 @@ def test_a_small_slot_that_is_used_again_shows_nothing_of_the_steps_before(cpu: 
     """Steps of all forms share a slot: with pages, with side pages, with both, with a gather."""
     rng, size, most = np.random.default_rng(31), 4, 20
     with stand_in():
-        from sgalloc.device.cuda import Out
+        from sgalloc.device.cuda_tables import Out
         from sgalloc.device.layout import (
             SMALL_BYTES,
             SideAddresses,

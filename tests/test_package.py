@@ -248,7 +248,7 @@ def test_no_module_asks_for_a_device_library_when_imported(tmp_path: Path) -> No
 
         # The rooms of a GPU, which are entered once an allocator is made on one.
         gpu = {"batched", "cuda", "cuda_lengths", "cuda_poisoning", "captured", "order", "staging"}
-        gpu |= {"streams", "cuda_digest", "failing", "layout", "scan", "spans"}
+        gpu |= {"streams", "cuda_digest", "cuda_tables", "failing", "layout", "scan", "spans"}
         sys.meta_path.insert(0, Watch())
         import sgalloc
         for module in pkgutil.walk_packages(sgalloc.__path__, "sgalloc."):

@@ -34,6 +34,7 @@ FLOORS = {
     "sgalloc.plan": 2,
     "sgalloc.contiguity": 2,
     "sgalloc.device": 2,
+    "sgalloc.nodes": 2,
     "sgalloc.prefix": 3,
     "sgalloc.quarantine": 3,
     "sgalloc.caching": 3,
@@ -52,6 +53,8 @@ FLOORS = {
     "sgalloc.groups": 2,
     "sgalloc.giving_back": 3,
     "sgalloc.receiving": 3,
+    "sgalloc.proving": 3,
+    "sgalloc.upkeep": 3,
     "sgalloc.shape": 3,
     "sgalloc.pins": 3,
     "sgalloc.extents": 2,
@@ -73,7 +76,7 @@ FLOORS = {
     "sgalloc.cli": 6,
 }
 REFERENCE = "sgalloc.fuzz.reference"
-HOST_ROOMS = ("ledger", "pages", "plan", "sizing", "prefix", "inputs", "errors")
+HOST_ROOMS = ("ledger", "pages", "plan", "sizing", "nodes", "prefix", "inputs", "errors")
 # They do time and print.
 OUTSIDE = ("sgalloc.replay", "sgalloc.commands", "sgalloc.cli", "sgalloc.timeline", "sgalloc.bench")
 

@@ -218,7 +218,7 @@ class Gathering:
     def __init__(
         self, gpu: Gpu, page_size: int, segments: int, each: int, form: str, sets: int
     ) -> None:
-        from sgalloc.device.cuda import Out
+        from sgalloc.device.cuda_tables import Out
         from sgalloc.device.layout import SMALL_GATHERED, fill, fill_small, uniform_length
         from sgalloc.device.staging import Block
 

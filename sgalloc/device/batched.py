@@ -10,8 +10,9 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from sgalloc.device.cuda_tables import CudaTables
 from sgalloc.device.exported import Exported
-from sgalloc.device.failing import Failing, telling
+from sgalloc.device.failing import telling
 from sgalloc.device.kernels import THREADS, Geometry, kernel
 from sgalloc.device.ready import Done
 from sgalloc.device.scan import Scan
@@ -25,7 +26,7 @@ _HOST_TO_DEVICE = 1
 _LARGE_SLOTS, _LARGE_CAP = 2, 8
 
 
-class Batched(Failing):
+class Batched(CudaTables):
     """What a CUDA device does through slots that are copied to it before a kernel reads them."""
 
     geometry: Geometry
@@ -33,8 +34,6 @@ class Batched(Failing):
     copies: int
     _max_requests: int
     _page_size: int
-    _row_width: int
-    _table: Any
     _scan: Scan | None
     _last: Ready | None
     _small: Ring | None

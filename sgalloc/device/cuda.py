@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import cupy
 import numpy as np
@@ -15,6 +15,7 @@ from sgalloc.device.batched import Batched, lay_out
 from sgalloc.device.captured import CapturedUpdate
 from sgalloc.device.cuda_digest import Digests, captured
 from sgalloc.device.cuda_poisoning import CudaPoisoner
+from sgalloc.device.cuda_tables import Out
 from sgalloc.device.exported import SideTables
 from sgalloc.device.failing import FAILURES, telling, told
 from sgalloc.device.kernels import THREADS, Geometry, kernel
@@ -61,13 +62,6 @@ _PAGES, _GATHERED, _BESIDE, _BOTH_GATHERED = range(4)
 _BOTH = ["assign_both", "assign_both_mapped", "replay_both"]
 
 
-class Out(NamedTuple):
-    """An array of the caller's that receives slots."""
-
-    ptr: int
-    wide: bool
-
-
 class CudaDevice(Batched):
     """``req_to_token`` on a GPU, written by one launch a step, never read to decide."""
 
@@ -105,16 +99,7 @@ class CudaDevice(Batched):
         self._row_width = row_width
         self.row_pages = row_width // page_size
         with cupy.cuda.Device(index) as device:
-            rows = max_requests + 1
-            self._table = cupy.zeros((rows, row_width), cupy.int32)
-            self._page_table = (
-                cupy.zeros((rows, self.row_pages), cupy.int32) if page_table else None
-            )
-            self._side_table = self._side_map = None
-            if side is not None and side.table:
-                self._side_table = cupy.zeros((rows, row_width), cupy.int32)
-            if side is not None and side.mapped:
-                self._side_map = cupy.zeros(side.mapped, cupy.int32)
+            self._make_tables(max_requests + 1, page_table, side)
             self._side = SideAddresses(_address(self._side_table), _address(self._side_map))
             pages = self._page_table.data.ptr if self._page_table is not None else 0
             sms = device.attributes["MultiProcessorCount"]
@@ -134,51 +119,6 @@ class CudaDevice(Batched):
         self.updates: list[weakref.ref[CapturedUpdate]] = []
         self.launches = 0
         self.copies = 0
-
-    # -- tables ----------------------------------------------------------------------------
-
-    @property
-    def table(self) -> Any:
-        """``req_to_token``, a CuPy array, int32 ``(max_requests + 1, row_width)``."""
-        return self._table
-
-    @property
-    def page_table(self) -> Any:
-        """Page ids of each row, a CuPy array, int32 ``(max_requests + 1, row_pages)``, or None."""
-        return self._page_table
-
-    @property
-    def side_table(self) -> Any:
-        """Slots of the second group, a CuPy array of the shape of `table`, or None."""
-        return self._side_table
-
-    @property
-    def side_map(self) -> Any:
-        """From slots of the main group to those of the second, a CuPy array, int32, or None."""
-        return self._side_map
-
-    def read_rows(self, rows: Int64) -> Int32:
-        """A host copy of whole rows, behind everything written so far; for checks alone."""
-        return self._read(self._table, rows)
-
-    def read_side_rows(self, rows: Int64) -> Int32:
-        """As `read_rows`, of the second group's table."""
-        return self._read(self._side_table, rows)
-
-    def read_page_ids(self, rows: Int64) -> Int32:
-        """As `read_rows`, of `page_table`."""
-        return self._read(self._page_table, rows)
-
-    def read_map(self) -> Int32:
-        """A host copy of the map, behind everything written so far; for checks alone."""
-        return self._read(self._side_map, None)
-
-    @telling("reading a table back")
-    def _read(self, array: Any, rows: Int64 | None) -> Int32:
-        with cupy.cuda.Device(self.index):
-            runtime.deviceSynchronize()
-            copy: Int32 = cupy.asnumpy(array if rows is None else array[cupy.asarray(rows)])
-            return copy
 
     # -- digests ---------------------------------------------------------------------------
 
@@ -468,33 +408,6 @@ class CudaDevice(Batched):
         out = Out(slots.data.ptr, False)
         self.write(None, None, Gather(rows, start, stop, size, out, None), None)
         return slots
-
-    @telling("looking at out=")
-    def checked_out(self, out: Any, size: int) -> Out:
-        """The caller's array, if it is a flat int32 or int64 array on this GPU of ``size``.
-
-        Raises:
-            TypeError: not an array on a GPU, or of another type.
-            ValueError: another size, not contiguous, or on another GPU.
-        """
-        interface = getattr(out, "__cuda_array_interface__", None)
-        if interface is None:
-            raise TypeError(
-                f"out must be an int32 or int64 array on {self.name}, got {type(out).__name__}: "
-                "make it with cupy.empty, or torch.empty(device='cuda')"
-            )
-        kind = interface["typestr"]
-        if kind not in ("<i4", "<i8"):
-            raise TypeError(f"out must be int32 or int64, got {kind}")
-        if tuple(interface["shape"]) != (size,):
-            raise ValueError(f"out must have shape ({size},), got {tuple(interface['shape'])}")
-        strides = interface.get("strides")
-        pointer, read_only = interface["data"]
-        if read_only or (strides is not None and size > 1 and strides[0] != int(kind[2])):
-            raise ValueError("out must be contiguous and writable: pass a fresh array")
-        if size and runtime.pointerGetAttributes(pointer).device != self.index:
-            raise ValueError(f"out lies on another GPU than {self.name}: allocate it there")
-        return Out(pointer, kind == "<i8")
 
     # -- counters --------------------------------------------------------------------------
 

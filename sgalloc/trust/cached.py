@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from sgalloc.prefix import Node, RadixTree
+from sgalloc.nodes import Node
+from sgalloc.prefix import RadixTree
 from sgalloc.trust.sums import MASK, Tokens, Uses, word
 
 _tokens = Tokens("tree.tokens")

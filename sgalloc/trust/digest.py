@@ -13,9 +13,9 @@ from sgalloc.groups.sparse import DevicePages
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64
 from sgalloc.ledger import spread
+from sgalloc.nodes import Node
 from sgalloc.pages import Int32, PagePool
 from sgalloc.pins import Pin
-from sgalloc.prefix import Node
 from sgalloc.quarantine import Returning
 from sgalloc.trust.cached import Cached, named
 from sgalloc.trust.following import follow_ledger, follow_pool, follow_side, follow_tree

@@ -16,10 +16,10 @@ from sgalloc.groups.sparse import DevicePages
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64
 from sgalloc.ledger import spread
+from sgalloc.nodes import Node
 from sgalloc.pages import CACHED, PINNED, Int32
 from sgalloc.pins import Pin
 from sgalloc.plan import Segments, SideWrite
-from sgalloc.prefix import Node
 from sgalloc.trust.checked import Checked
 from sgalloc.trust.sections import LONG_FLAG, SCRATCH_FLAG, SPARSE_FLAG, nodes_of
 

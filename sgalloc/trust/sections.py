@@ -14,8 +14,9 @@ from sgalloc.groups.sparse import DevicePages
 from sgalloc.groups.window import Window
 from sgalloc.inputs import Int64
 from sgalloc.ledger import concatenate, spread
+from sgalloc.nodes import Node
 from sgalloc.pins import Pin
-from sgalloc.prefix import Node, RadixTree
+from sgalloc.prefix import RadixTree
 
 Sections = dict[str, NDArray[Any]]
 

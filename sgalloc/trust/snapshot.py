@@ -19,9 +19,9 @@ from sgalloc.trust.rebuild import fill, write_tables
 from sgalloc.trust.sections import gather, layout
 
 if TYPE_CHECKING:
-    from sgalloc.holdings import Holdings
+    from sgalloc.proving import Proving
 
-_Allocator = TypeVar("_Allocator", bound="Holdings")
+_Allocator = TypeVar("_Allocator", bound="Proving")
 
 
 def snapshot(core: Core, refusals: Counter[str], assume_done: bool) -> bytes:

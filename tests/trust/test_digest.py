@@ -19,9 +19,10 @@ from trust.walk import CONFIGS, NAMESPACES, Walk, make
 
 import sgalloc
 from sgalloc.ledger import Ledger
+from sgalloc.nodes import Node
 from sgalloc.pages import PagePool
 from sgalloc.pins import Pin
-from sgalloc.prefix import Node, RadixTree
+from sgalloc.prefix import RadixTree
 from sgalloc.quarantine import Returning
 
 TESTS = Path(__file__).resolve().parents[1]
